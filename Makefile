@@ -1,0 +1,54 @@
+# The set-up of a fresh machine: Python 3.11 or later, pip and make are enough.
+PYTHON ?= python3
+VENV ?= .venv
+RANKS ?= 2
+JOBS ?= 2
+# More arguments, for example: make demo DEMO_ARGS="--steps 60 --json demo.json"; make test TEST_ARGS="-k weights -x"
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+INSTALLED := $(VENV)/.gtp-compile-installed
+BUILT := build/typecheck
+
+.PHONY: help venv demo test lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    train a small Qwen3-MoE on RANKS=2 processes and show the gradients' errors"
+	@echo "make test    run the tests that need no GPU"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff rewrite the files"
+	@echo "make venv    create $(VENV) only; the targets above do it by themselves"
+	@echo "make clean   remove what was built; $(VENV) stays"
+
+venv: $(INSTALLED)
+
+$(VENV)/pyvenv.cfg:
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
+	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[demo,test,lint]"
+	@touch $@
+
+demo: $(INSTALLED)
+	$(VENV)/bin/gtp-compile demo --ranks $(RANKS) $(DEMO_ARGS)
+
+# -P keeps the root off sys.path; pyproject.toml says why.
+test: $(INSTALLED)
+	$(VENV)/bin/python -P -m pytest -n $(JOBS) $(TEST_ARGS)
+
+# mypy runs inside the built tree, so that it finds gtp_compile.passes and gtp_compile.kernels where an install puts them.
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	rm -rf $(BUILT)
+	$(VENV)/bin/python -c "import setuptools; setuptools.setup()" -q build_py --build-lib $(BUILT)
+	cd $(BUILT) && $(abspath $(VENV))/bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p gtp_compile
+
+format: $(INSTALLED)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find gtp_compile passes kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +

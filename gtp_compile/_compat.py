@@ -1,0 +1,48 @@
+"""Every private torch import of the package, in one file: what differs between torch 2.11 and 2.14 is settled here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._logging import trace_structured
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = [
+    "CustomPartitionerFn",
+    "FakeTensor",
+    "compile_fx",
+    "compile_fx_inner",
+    "is_inductor_option",
+    "list_mode_options",
+    "make_boxed_func",
+    "min_cut_rematerialization_partition",
+    "trace_artifact",
+    "uncached",
+]
+
+
+def is_inductor_option(name: str) -> bool:
+    """Whether `name` is a key of `torch._inductor.config`."""
+    return name in inductor_config.get_config_copy()
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Neither look up nor save compiled graphs while this is active (forward and, later, its backward)."""
+    with functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Add a text to the TORCH_TRACE log (read by tlparse), under the compilation that is running."""
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text
+    )

@@ -1,0 +1,135 @@
+"""The backend: what `torch.compile(model, backend="gtp")` calls, once per graph that Dynamo captured."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from gtp_compile._compat import compile_fx, compile_fx_inner, make_boxed_func, uncached
+from gtp_compile.config import GtpOptions, parse_options
+from gtp_compile.parameters import ComputeLeaf, prepare_accumulation
+from gtp_compile.partition import GtpPartitioner, lower_inference
+from gtp_compile.session import CapturedGraph, current_session
+
+__all__ = ["gtp"]
+
+_ANCHOR = torch.ops.gtp.materialize.default
+_COUNTER = itertools.count()
+
+
+def gtp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph: `torch.compile(model, backend="gtp", options={...})`.
+
+    Args:
+        gm, example_inputs: as Dynamo hands them over.
+        mode: one of torch.compile's modes (`options={"mode": ...}` works, too).
+        options: see `gtp_compile.config.GtpOptions`; Inductor's options are handed on.
+
+    Raises:
+        ValueError: an unknown option or mode.
+    """
+    opts, patches = parse_options(mode, options)
+    inner = _InnerCompile(opts, f"graph_{next(_COUNTER)}")
+    if not _has_anchor(gm):
+        # Not one of our patches: the graph shares its cache entry with backend="inductor".
+        if opts.inner == "inductor":
+            return compile_fx(gm, example_inputs, config_patches=patches or None)
+        with uncached():
+            return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches or None)
+    patches["custom_partitioner_fn"] = GtpPartitioner(opts, inner.graph_name)
+    session = current_session()
+    known = len(session.graphs) if session is not None else 0
+    if opts.inner == "eager" or opts.debug_dir is not None or session is not None:
+        # What somebody watches, or dumps, must be compiled; and an interpreter can't be saved.
+        with uncached():
+            patches["fx_graph_cache"] = False
+            compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+    else:
+        compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+    captured = session.graphs[known:] if session is not None else []
+    return _with_bookkeeping(compiled, captured)
+
+
+def _has_anchor(gm: fx.GraphModule) -> bool:
+    """Whether a placed weight is used in the graph, or in a body inside it (a checkpointed block)."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    return any(node.target is _ANCHOR for graph in graphs for node in graph.nodes)
+
+
+class _InnerCompile:
+    """What `compile_fx` calls for each partitioned graph: Inductor, or nothing but our lowering."""
+
+    def __init__(self, options: GtpOptions, graph_name: str) -> None:
+        self.options = options
+        self.graph_name = graph_name
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if _has_anchor(gm):
+            lower_inference(gm, self.options, self.graph_name)
+        session = current_session()
+        if session is not None and session.dry:
+            from gtp_compile.dry_run import DryRun
+
+            return make_boxed_func(DryRun(gm).run)
+        if self.options.inner == "eager":
+            return make_boxed_func(gm.forward)
+        return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def _with_bookkeeping(compiled: Callable[..., Any], captured: list[CapturedGraph]) -> Callable[..., Any]:
+    """`compiled`, with main_grad made ready before each backward adds to it.
+
+    Works on the arguments of the call: equal layers share this function, so it may not know one of them.
+    """
+
+    def run(*args: Any) -> Any:
+        leaves = [a for a in args if isinstance(a, ComputeLeaf)]
+        for graph in captured:
+            graph.calls.append(tuple(a.fqn if isinstance(a, ComputeLeaf) else "" for a in args))
+        out = compiled(*args)
+        trained = [leaf for leaf in leaves if leaf.requires_grad and leaf.main_grad is not None]
+        if trained and torch.is_grad_enabled():
+            _before_backward(out, trained)
+        return out
+
+    return run
+
+
+def _before_backward(outputs: Any, leaves: list[ComputeLeaf]) -> None:
+    """Have `prepare_accumulation` run when backward reaches the compiled graph, not when forward left it.
+
+    `zero_grad` may come between the two.
+    """
+
+    def prepare(grads: Any) -> None:
+        for leaf in leaves:
+            prepare_accumulation(leaf)
+
+    node = _compiled_node(outputs)
+    if node is not None:
+        node.register_prehook(prepare)
+
+
+def _compiled_node(outputs: Any) -> Any:
+    """The autograd node of the compiled graph that made `outputs` (an output may be a view on top of it)."""
+    todo = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen = set()
+    while todo:
+        node = todo.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        if "CompiledFunction" in node.name():
+            return node
+        todo += [n for n, _ in node.next_functions if n is not None]
+    return None

@@ -1,0 +1,79 @@
+"""Graph invariants, checked between passes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from gtp_compile.passes.emit import values
+from gtp_compile.passes.insert_collectives import GatherNote
+from gtp_compile.passes.base import NOTE
+
+__all__ = ["check_graph", "check_metadata", "check_saved"]
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def check_graph(gm: fx.GraphModule) -> None:
+    """Structure: the graph is sound, every tensor has a value, every collective exactly one wait.
+
+    Raises:
+        RuntimeError: the message names the node.
+    """
+    gm.graph.lint()
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if "val" not in node.meta and node.target is not operator.getitem:
+            raise RuntimeError(f"{node.format_node()}: has no meta['val']; insert nodes with passes.emit.insert_call")
+        if _is_start(node):
+            waits = [u for u in node.users if u.target is _WAIT]
+            if len(waits) != 1 or len(node.users) != 1:
+                raise RuntimeError(
+                    f"{node.format_node()}: a collective needs exactly one wait as its only user, it has {len(waits)} "
+                    f"among {len(node.users)} users"
+                )
+
+
+def _is_start(node: fx.Node) -> bool:
+    namespace = getattr(node.target, "namespace", None)
+    return namespace == "_c10d_functional" and node.target is not _WAIT
+
+
+def check_metadata(gm: fx.GraphModule) -> None:
+    """Run each node's operator on the fake values of its inputs: dtype and shape must be the recorded ones.
+
+    Raises:
+        RuntimeError: the message names the node, what is recorded and what the operator gives.
+    """
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        want = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+        if not want or want[0].__class__.__name__ != "FakeTensor":
+            continue
+        with want[0].fake_mode:  # type: ignore[attr-defined]
+            result: Any = node.target(*values(node.args), **values(node.kwargs))
+        got = [v for v in tree_leaves(result) if isinstance(v, torch.Tensor)]
+        for w, g in zip(want, got, strict=True):
+            if w.dtype != g.dtype or tuple(w.shape) != tuple(g.shape):
+                raise RuntimeError(
+                    f"{node.format_node()}: meta['val'] says {w.dtype} {tuple(w.shape)}, the operator gives "
+                    f"{g.dtype} {tuple(g.shape)}"
+                )
+
+
+def check_saved(forward: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Nothing that forward saves for backward may be a gathered weight, or a view of one.
+
+    Raises:
+        RuntimeError: the message names the saved value.
+    """
+    saved = list(forward.graph.output_node().args[0])[num_fwd_outputs:]  # type: ignore[arg-type]
+    for node in saved:
+        if isinstance(node, fx.Node) and isinstance(node.meta.get(NOTE), GatherNote):
+            raise RuntimeError(f"{node.name}: forward would keep a gathered weight alive until backward")

@@ -1,0 +1,239 @@
+"""The two faces of a sharded weight: the registered parameter (a DTensor) and the compute leaf that graphs see.
+
+    module.parameters() ---> ShardedParameter   DTensor, logical global shape; optimizer, norm, state_dict, init
+                                  | same storage
+    materialize anchor  <--- ComputeLeaf        plain tensor, local shape; autograd's leaf, bears the protocol
+                                  |
+                             main_grad          local shape, the accumulator; `ShardedParameter.grad` is a DTensor
+                                                over its memory where the dtypes agree
+
+A compiled backward adds to `main_grad` in place and returns no gradient. Everything else that reaches the leaf comes
+through `_collect`, its post-accumulate hook.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gtp_compile.passes.anchors import materialize
+from gtp_compile.passes.collective_ops import Layout, emit_reduce
+from gtp_compile.passes.emit import RunEmit
+from gtp_compile.weights import weight_grad_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["ComputeLeaf", "ShardedParameter", "materialize_leaves", "pair", "prepare_accumulation"]
+
+
+class ComputeLeaf(nn.Parameter):
+    """This rank's part of a weight, as compiled graphs and autograd see it; implements `DistributedWeight`.
+
+    Attributes:
+        fqn: qualified name of the registered parameter.
+        mesh_layout: where the parts live (`layout` is a tensor attribute).
+        param_dtype: dtype in which the weight is gathered and computed with.
+        main_grad: accumulator of the local shape, or None.
+        group: the leaves of the weight group, leader first (a group of one but for discrete grouped weights).
+        eager_uses: how many gradients arrived outside compiled graphs.
+    """
+
+    is_distributed_weight = True
+
+    fqn: str
+    mesh_layout: Layout
+    param_dtype: torch.dtype
+    main_grad: Tensor | None
+    group: tuple[ComputeLeaf, ...]
+    eager_uses: int
+    recorder: Any
+    rounding_reported: bool
+    _registered: weakref.ref[ShardedParameter]
+    _aliased: Tensor | None
+
+    @property
+    def registered(self) -> ShardedParameter:
+        """The parameter that the user's module holds."""
+        param = self._registered()
+        assert param is not None, f"{self.fqn}: the registered parameter is gone, its compute leaf is still used"
+        return param
+
+    # The protocol (weights.DistributedWeight), for code that works with weights instead of graphs.
+
+    def materialize_group_for_forward(self) -> list[Tensor]:
+        full = materialize_leaves(self.group)
+        return list(full.unbind(0)) if len(self.group) > 1 else [full]
+
+    def materialize_group_for_backward(self) -> list[Tensor]:
+        with torch.no_grad():
+            return self.materialize_group_for_forward()
+
+    def finalize_group_grads(self, wgrads: Tensor | Iterable[Tensor]) -> None:
+        """Reduce the group's full gradients and add them to their accumulators; nothing is left to return."""
+        grads = [wgrads] if isinstance(wgrads, Tensor) else list(wgrads)
+        if len(grads) != len(self.group):
+            raise ValueError(f"{self.fqn}: {len(self.group)} gradients expected, one a member; got {len(grads)}")
+        grad = grads[0] if len(grads) == 1 else torch.stack(grads)
+        dtype = weight_grad_dtype(self, grad.dtype)
+        with torch.no_grad():
+            reduced = emit_reduce(RunEmit(), grad, len(grads), self.mesh_layout, dtype)
+            for leaf, part in zip(self.group, reduced, strict=True):
+                _deliver(leaf, part)
+
+    def grad_buffer(self) -> Tensor:
+        """Scratch of the full weight's shape, in the dtype that the reduction uses."""
+        return torch.empty(
+            self.registered.shape, dtype=weight_grad_dtype(self.group[0], self.param_dtype), device=self.device
+        )
+
+
+class ShardedParameter(DTensor):
+    """A registered parameter: a DTensor that keeps its compute leaf in step.
+
+    Made by `pair`, which gives this class to an `nn.Parameter` over a DTensor. Operators on it return plain DTensors.
+    """
+
+    __slots__ = ()
+
+    leaf: ComputeLeaf
+
+    @property
+    def main_grad(self) -> Tensor | None:
+        """The accumulator (local shape). Assigning another one, or None, takes effect at the next step."""
+        return self.leaf.main_grad
+
+    @main_grad.setter
+    def main_grad(self, value: Tensor | None) -> None:
+        if value is not None and value.shape != self.leaf.shape:
+            raise ValueError(
+                f"{self.leaf.fqn}: main_grad has the local shape {tuple(self.leaf.shape)}, got {tuple(value.shape)}; "
+                "give each rank's part, not the whole weight's"
+            )
+        self.leaf.main_grad = value
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return bool(torch._C.TensorBase.requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        torch._C.TensorBase.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        self.leaf.requires_grad = value
+        if value and not self.leaf._post_accumulate_grad_hooks:  # a hook needs a leaf that requires grad
+            self.leaf.register_post_accumulate_grad_hook(_collect)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
+        self.requires_grad = requires_grad
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise NotImplementedError(
+            f"{self.leaf.fqn}: a sharded parameter can't be copied with deepcopy; build the second model, shard it, "
+            "and load the first one's state_dict into it"
+        )
+
+
+def pair(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placement: Placement,
+    *,
+    fqn: str,
+    layout: Layout,
+    global_shape: torch.Size,
+    requires_grad: bool,
+    param_dtype: torch.dtype,
+    main_grad_dtype: torch.dtype | None,
+) -> ShardedParameter:
+    """The registered parameter over `local` (this rank's part, contiguous), with its leaf and main_grad attached."""
+    stride = torch.empty(global_shape, device="meta").stride()
+    dtensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=global_shape, stride=stride)
+    param: Any = nn.Parameter(dtensor, requires_grad=False)
+    # A DTensor subclass can't be handed to nn.Parameter: detach() returns a plain DTensor.
+    param.__class__ = ShardedParameter
+    leaf = torch.Tensor._make_subclass(ComputeLeaf, param.to_local().detach(), False)
+    leaf.fqn, leaf.mesh_layout, leaf.param_dtype = fqn, layout, param_dtype
+    leaf.main_grad = None if main_grad_dtype is None else torch.zeros_like(local, dtype=main_grad_dtype)
+    leaf.group, leaf.eager_uses, leaf.recorder, leaf.rounding_reported = (leaf,), 0, None, False
+    leaf._registered, leaf._aliased = weakref.ref(param), None
+    param.leaf = leaf
+    param.requires_grad = requires_grad
+    # A gradient that is already in main_grad's dtype must not be rounded to the leaf's on its way.
+    leaf.grad_dtype = None
+    return param
+
+
+def materialize_leaves(leaves: tuple[ComputeLeaf, ...]) -> Tensor:
+    """The full weight(s) of a group through the anchor op: traced into a graph, or gathered now."""
+    leader = leaves[0]
+    # Read here, in the forward that Dynamo traces: presence, dtype and shape of main_grad become guards.
+    main_grads = [getattr(leaf, "main_grad", None) if leaf.requires_grad else None for leaf in leaves]
+    grad_dtype = weight_grad_dtype(leader, leader.param_dtype)
+    return materialize(leaves, main_grads, leader.mesh_layout, leader.param_dtype, grad_dtype)
+
+
+def prepare_accumulation(leaf: ComputeLeaf) -> None:
+    """Bring `.grad` and `main_grad` of a weight in step, before something is added to main_grad.
+
+    Where the dtypes allow, `.grad` is a DTensor over main_grad's memory. So `zero_grad(set_to_none=True)`, which drops
+    `.grad`, means "start from zero"; a `.grad` that the user put in its place counts; and so does a main_grad that was
+    replaced since.
+    """
+    main_grad, param = leaf.main_grad, leaf.registered
+    if main_grad is None or main_grad.dtype != param.dtype:
+        return
+    if leaf._aliased is not main_grad:
+        _alias(leaf, main_grad)
+    elif param.grad is None:
+        main_grad.zero_()
+        _alias(leaf, main_grad)
+    elif param.grad._local_tensor.data_ptr() != main_grad.data_ptr():
+        main_grad.copy_(param.grad._local_tensor)
+        _alias(leaf, main_grad)
+
+
+def _alias(leaf: ComputeLeaf, main_grad: Tensor) -> None:
+    param = leaf.registered
+    param.grad = _like(param, main_grad)
+    leaf._aliased = main_grad
+
+
+def _like(param: ShardedParameter, local: Tensor) -> DTensor:
+    """`local` as a DTensor placed as `param` is, over the same memory."""
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def _collect(leaf: ComputeLeaf) -> None:
+    """Post-accumulate hook of a leaf: take what arrived outside a compiled graph, then run the user's hooks.
+
+    What arrives was reduced by `gtp::finalize`. After a compiled backward nothing arrives (`grad` is None).
+    """
+    if leaf.grad is not None:
+        grad, leaf.grad = leaf.grad, None
+        leaf.eager_uses += 1
+        _deliver(leaf, grad)
+    param = leaf.registered
+    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+        hook(param)
+
+
+@torch.no_grad()
+def _deliver(leaf: ComputeLeaf, reduced: Tensor) -> None:
+    """Add a reduced gradient of the local shape to main_grad, or to `.grad` where there is no main_grad."""
+    param = leaf.registered
+    if leaf.main_grad is not None:
+        prepare_accumulation(leaf)
+        leaf.main_grad.add_(reduced)
+    elif param.grad is None:
+        param.grad = _like(param, reduced.to(param.dtype))
+    else:
+        param.grad._local_tensor.add_(reduced)

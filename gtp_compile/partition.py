@@ -1,0 +1,120 @@
+"""The joint graph's way through the passes, and its partition into forward and backward.
+
+A `CustomPartitionerFn`, because that is the one hook which gets the whole joint graph and is part of the keys of both
+compile caches (a `joint_custom_pass` is in neither: a warm cache skips it, and training goes on with rounded sums).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import logging
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from gtp_compile._compat import CustomPartitionerFn, min_cut_rematerialization_partition
+from gtp_compile.checks import check_saved
+from gtp_compile.config import GtpOptions
+from gtp_compile.graph_log import GraphLog, graph_text
+from gtp_compile.passes.base import Pass, PassContext
+from gtp_compile.passes.describe import GroupInfo, check_dtypes, describe_groups, describe_wire
+from gtp_compile.pipeline import BACKWARD_PASSES, INFERENCE_PASSES, JOINT_PASSES, VERIFY_PASSES
+from gtp_compile.runner import run_passes
+from gtp_compile.session import CapturedGraph, current_session
+
+__all__ = ["GtpPartitioner", "lower_inference", "source_hash"]
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def source_hash() -> str:
+    """A digest of the package's source: an edited pass must not find graphs that its old self made."""
+    import gtp_compile.kernels
+    import gtp_compile.passes
+
+    digest = hashlib.sha256()
+    for root in (*gtp_compile.kernels.__path__, *gtp_compile.passes.__path__, pathlib.Path(__file__).parent):
+        for path in sorted(pathlib.Path(root).rglob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+class GtpPartitioner(CustomPartitionerFn):
+    """Run the joint passes, partition, run the backward passes.
+
+    Pickled into the cache key with all its attributes: plain data only.
+
+    Args:
+        options: the user's.
+        graph_name: of this graph in logs and dumps; not part of the key.
+    """
+
+    def __init__(self, options: GtpOptions, graph_name: str) -> None:
+        self.options = options
+        self.graph_name = graph_name
+
+    def uuid(self) -> str:
+        return f"{source_hash()} {self.options}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Equal graphs must have equal keys, whichever came first in its process.
+        return {"options": self.options, "uuid": self.uuid()}
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        session = current_session()
+        num_fwd_outputs = kwargs["num_fwd_outputs"]
+        graph_log = GraphLog(self.graph_name, self.options.debug_dir, keep_text=session is not None)
+        captured = CapturedGraph(graph_log, num_fwd_outputs=num_fwd_outputs)
+        if session is not None:
+            session.graphs.append(captured)
+            captured.joint = copy.deepcopy(gm) if session.keep_joint else None
+        record = session is not None and session.record
+        ctx = PassContext(
+            "joint", num_fwd_outputs, programs=session.programs if session is not None and record else None
+        )
+        graph_log.captured("joint", graph_text(gm) if graph_log.wants_text else "")
+        captured.groups = self._joint(gm, ctx, graph_log, record)
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        check_saved(forward, num_fwd_outputs)
+        run_passes(backward, self._enabled(BACKWARD_PASSES), PassContext("backward"), graph_log)
+        return forward, backward
+
+    def _joint(self, gm: fx.GraphModule, ctx: PassContext, graph_log: GraphLog, record: bool) -> list[GroupInfo]:
+        groups: list[GroupInfo] = []
+        extra = dict(VERIFY_PASSES) if record else {}
+        for step in self._enabled(JOINT_PASSES):
+            if step.__name__ in extra:
+                run_passes(gm, (extra[step.__name__],), ctx, graph_log)
+            if step.__name__ == "insert_collectives":
+                groups = describe_groups(gm.graph)
+            run_passes(gm, (step,), ctx, graph_log)
+        groups = describe_wire(gm.graph, groups)
+        check_dtypes(gm.graph, groups, retyped="retype_wgrads" not in self.options.disable)
+        unmatched = [g for g in groups if not g.matched and g.rule_dtype.itemsize > 2]
+        if unmatched and self.options.strict:
+            raise RuntimeError(
+                "strict: weight gradients that would be summed after a rounding: "
+                + "; ".join(f"inputs {g.inputs}: {g.reason}" for g in unmatched)
+            )
+        return groups
+
+    def _enabled(self, passes: tuple[Pass, ...]) -> list[Pass]:
+        return [p for p in passes if p.__name__ not in self.options.disable]
+
+
+def lower_inference(gm: fx.GraphModule, options: GtpOptions, graph_name: str) -> None:
+    """Lower the anchors of a graph that is never partitioned (`torch.no_grad`), in place."""
+    session = current_session()
+    graph_log = GraphLog(graph_name, options.debug_dir, keep_text=session is not None)
+    if session is not None:
+        session.graphs.append(CapturedGraph(graph_log))
+    graph_log.captured("inference", graph_text(gm) if graph_log.wants_text else "")
+    run_passes(gm, INFERENCE_PASSES, PassContext("inference"), graph_log)

@@ -1,0 +1,72 @@
+"""A compilation that somebody watches: what `explain`, `verify` and `testing` learn from the backend.
+
+Found through a context variable that is set only around the watched call; an ordinary compilation has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from gtp_compile.graph_log import GraphLog
+from gtp_compile.passes.describe import GroupInfo
+
+__all__ = ["CapturedGraph", "Session", "current_session", "watch"]
+
+
+@dataclass(slots=True)
+class CapturedGraph:
+    """One graph that the backend got.
+
+    Attributes:
+        log: what each pass did.
+        groups: its weight groups (none in an inference graph).
+        calls: for each run of the graph, the names of its inputs ("" where an input is no weight); equal layers share
+            one graph, so a graph may have several calls with different names.
+        joint: the joint graph before the first pass, where the session asked for it.
+    """
+
+    log: GraphLog
+    groups: list[GroupInfo] = field(default_factory=list)
+    calls: list[tuple[str, ...]] = field(default_factory=list)
+    joint: fx.GraphModule | None = None
+    num_fwd_outputs: int = 0
+
+
+@dataclass(slots=True)
+class Session:
+    """What a watched compilation collects, and what it asks of the backend.
+
+    Attributes:
+        record: put `gtp::record` into the graphs; `programs` gets the chains (see `passes.record_operands`).
+        dry: run the graphs without communicating (see `backend.DryRun`).
+        keep_joint: keep a copy of each joint graph as captured.
+    """
+
+    record: bool = False
+    dry: bool = False
+    keep_joint: bool = False
+    graphs: list[CapturedGraph] = field(default_factory=list)
+    programs: list[fx.Graph] = field(default_factory=list)
+
+
+_SESSION: ContextVar[Session | None] = ContextVar("gtp_compile_session", default=None)
+
+
+def current_session() -> Session | None:
+    """The session that watches this compilation, if any."""
+    return _SESSION.get()
+
+
+@contextlib.contextmanager
+def watch(session: Session) -> Iterator[Session]:
+    """Make `session` see what is compiled inside the block."""
+    token = _SESSION.set(session)
+    try:
+        yield session
+    finally:
+        _SESSION.reset(token)

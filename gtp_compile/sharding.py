@@ -1,0 +1,327 @@
+"""`shard`: place the weights of a model over a process group, in place, and leave it an ordinary PyTorch model."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from gtp_compile.grouped_linear import GroupedLinear
+from gtp_compile.parameters import ComputeLeaf, ShardedParameter, materialize_leaves, pair
+from gtp_compile.passes.collective_ops import REPLICATED, Layout
+
+__all__ = ["ShardFn", "leaves_of", "shard", "shard_experts"]
+
+ShardFn = Callable[[str, nn.Module, nn.Parameter], Placement | None]
+
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+
+
+def shard_experts(fqn: str, module: nn.Module, param: nn.Parameter) -> Placement | None:
+    """The default `shard_fn`: expert weights along out_features, everything else replicated.
+
+    Expert weights are the floating-point parameters of three or more dimensions outside convolutions (stacked
+    `[E, N, K]`: dim 1; `[E, K, N]`, where the module says `is_transposed = True` as Hugging Face's do: dim 2), and the
+    weights of `GroupedLinear`.
+    """
+    if not param.is_floating_point():
+        return None
+    if isinstance(module, GroupedLinear) and fqn.rpartition(".")[2].startswith("weight"):
+        return Shard(param.ndim - 2)
+    if param.ndim >= 3 and not isinstance(module, _CONVOLUTIONS):
+        return Shard(2 if getattr(module, "is_transposed", False) else 1)
+    return Replicate()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One registered parameter to place: its first name, and every (module, attribute) that holds it."""
+
+    fqn: str
+    module: nn.Module
+    param: nn.Parameter
+    holders: tuple[tuple[nn.Module, str], ...]
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    shard_fn: ShardFn | None = None,
+    param_dtype: torch.dtype | None = None,
+    main_grad_dtype: torch.dtype | None = torch.float32,
+    reduce_op: str = "avg",
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Place the parameters of `model` over `mesh`, in place, and return the model.
+
+    Afterwards `model.parameters()` are DTensors of the logical global shape over this rank's part, for stock
+    optimizers, `clip_grad_norm_`, `state_dict` and distributed checkpoints. Each has a `main_grad` of the local shape,
+    into which backward accumulates; where it has the parameter's dtype, `.grad` is a DTensor over the same memory.
+
+    Args:
+        model: any module; nobody needs to change it. Its parameters are equal on all ranks, or taken from one.
+        mesh: a one-dimensional device mesh.
+        shard_fn: `(fqn, module, param) -> Shard(dim) | Replicate() | None`; None leaves a parameter plain, so that
+            nothing reduces its gradient. Default: `shard_experts`.
+        param_dtype: dtype in which weights are gathered and computed with; None: each parameter's own.
+        main_grad_dtype: dtype of the accumulators, hence (the dtype rule) of the weight gradients and of their sum
+            over ranks. None attaches none.
+        reduce_op: "avg" (a loss averaged over each rank's batch) or "sum" (a loss summed over all tokens).
+        src_data_rank: rank of the mesh whose parameters and buffers everybody gets. None: nothing travels, but a hash
+            of the values is compared across ranks.
+
+    Raises:
+        ValueError: a placement that can't be made; the message names the parameter and the way out.
+        TypeError: an argument of the wrong type.
+    """
+    _check_arguments(mesh, param_dtype, main_grad_dtype, reduce_op, src_data_rank)
+    places = list(_places(model))
+    placements = [_placement(p, shard_fn or shard_experts, mesh) for p in places]
+    todo = [(p, pl) for p, pl in zip(places, placements, strict=True) if pl is not None]
+    _refuse_overlap([p for p, _ in todo])
+    if src_data_rank is None:
+        _check_equal(model, mesh)
+    group = mesh.get_group()
+    made: dict[int, ShardedParameter] = {}
+    for place, placement in todo:
+        dim = placement.dim if isinstance(placement, Shard) else REPLICATED
+        param = place.param
+        made[id(param)] = pair(
+            _local_part(param.detach(), dim, mesh, src_data_rank),
+            mesh,
+            placement,
+            fqn=place.fqn,
+            layout=Layout(group.group_name, mesh.size(), dim, reduce_op),
+            global_shape=param.shape,
+            requires_grad=param.requires_grad,
+            param_dtype=param_dtype or param.dtype,
+            main_grad_dtype=main_grad_dtype,
+        )
+        for module, name in place.holders:
+            module._parameters[name] = made[id(param)]  # type: ignore[assignment]
+    if src_data_rank is not None:
+        for _, buffer in model.named_buffers():
+            dist.broadcast(buffer, group=group, group_src=src_data_rank)
+    _swap_classes(model)
+    return model
+
+
+def leaves_of(model: nn.Module) -> list[ComputeLeaf]:
+    """The compute leaves of every placed parameter, each once, in module order."""
+    return [p.leaf for p in model.parameters() if isinstance(p, ShardedParameter)]
+
+
+def _check_arguments(
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype | None,
+    main_grad_dtype: torch.dtype | None,
+    reduce_op: str,
+    src_data_rank: int | None,
+) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: a DeviceMesh is expected, got {type(mesh).__name__}; see init_device_mesh")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: one dimension is expected, got {mesh.ndim}; pass one of its submeshes")
+    if reduce_op not in ("avg", "sum"):
+        raise ValueError(f"reduce_op: 'avg' or 'sum' is expected, got {reduce_op!r}")
+    for name, dtype in (("param_dtype", param_dtype), ("main_grad_dtype", main_grad_dtype)):
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"{name}: a floating-point dtype is expected, got {dtype}")
+    if src_data_rank is not None and not 0 <= src_data_rank < mesh.size():
+        raise ValueError(f"src_data_rank: a rank of the mesh (0 to {mesh.size() - 1}) is expected, got {src_data_rank}")
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                fqn = f"{path}.{name}" if path else name
+                holders.setdefault(id(param), []).append((fqn, module, name))
+                params[id(param)] = param
+    for key, found in holders.items():
+        fqn, module, _ = found[0]
+        yield _Place(fqn, module, params[key], tuple((m, n) for _, m, n in found))
+
+
+def _placement(place: _Place, shard_fn: ShardFn, mesh: DeviceMesh) -> Shard | Replicate | None:
+    fqn, param = place.fqn, place.param
+    if isinstance(param, ShardedParameter):
+        raise ValueError(f"{fqn}: is sharded already; call shard once, on the outermost module")
+    if isinstance(param, DTensor):
+        raise ValueError(f"{fqn}: is a DTensor of another tool; let shard_fn return None for it, or shard it here only")
+    placement = shard_fn(fqn, place.module, param)
+    if placement is None:
+        return None
+    if not isinstance(placement, Shard | Replicate):
+        raise TypeError(f"{fqn}: shard_fn returns Shard(dim), Replicate() or None, got {placement!r}")
+    if not param.is_floating_point():
+        raise ValueError(f"{fqn}: only floating-point parameters are placed, this one is {param.dtype}; return None")
+    if param.is_meta:
+        raise ValueError(f"{fqn}: is on the meta device; give the model memory first (to_empty) and initialise it")
+    if isinstance(placement, Replicate):
+        return placement
+    dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < param.ndim:
+        raise ValueError(f"{fqn}: can't shard dim {placement.dim} of shape {tuple(param.shape)}")
+    if param.shape[dim] % mesh.size():
+        raise ValueError(
+            f"{fqn}: dim {dim} of shape {tuple(param.shape)} does not divide by the mesh's {mesh.size()} ranks; "
+            "let shard_fn return another dim or Replicate() for it"
+        )
+    return Shard(dim)
+
+
+def _refuse_overlap(places: list[_Place]) -> None:
+    """Two parameters over one storage would be two weights with two main_grads, and an optimizer would part them."""
+    owner: dict[int, _Place] = {}
+    for place in places:
+        storage = place.param.untyped_storage()
+        if storage.nbytes() == 0:
+            continue
+        first = owner.setdefault(storage.data_ptr(), place)
+        if first is not place and _overlap(first.param, place.param):
+            raise ValueError(
+                f"{place.fqn}: shares memory with {first.fqn}, but is another Parameter; tie them by assigning one "
+                "Parameter to both modules, or give one of them memory of its own"
+            )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    def span(t: Tensor) -> tuple[int, int]:
+        start = t.data_ptr()
+        return start, start + (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize
+
+    (a0, a1), (b0, b1) = span(a), span(b)
+    return a0 < b1 and b0 < a1
+
+
+def _local_part(full: Tensor, dim: int, mesh: DeviceMesh, src: int | None) -> Tensor:
+    """This rank's part of a parameter, contiguous and in memory of its own; one weight travels at a time."""
+    group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+    if dim == REPLICATED:
+        local = full.clone(memory_format=torch.contiguous_format)
+        if src is not None:
+            dist.broadcast(local, group=group, group_src=src)
+        return local
+    if src is None:
+        return full.chunk(size, dim)[rank].clone(memory_format=torch.contiguous_format)
+    parts = [part.contiguous() for part in full.chunk(size, dim)]
+    local = torch.empty_like(parts[0])
+    dist.scatter(local, parts if rank == src else None, group=group, group_src=src)
+    return local
+
+
+def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
+    """With `src_data_rank=None` the ranks must hold equal values; compare a digest of each tensor."""
+    if mesh.size() == 1 or dist.get_backend(mesh.get_group()) == "fake":
+        return
+    mine = {name: _digest(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    all_ranks: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(all_ranks, mine, group=mesh.get_group())
+    for name in mine:
+        odd = [rank for rank, theirs in enumerate(all_ranks) if theirs.get(name) != all_ranks[0].get(name)]
+        if odd:
+            raise ValueError(
+                f"{name}: its values on rank(s) {odd} differ from those on rank 0; seed the ranks alike, or let "
+                "shard send one rank's values to all with src_data_rank=0"
+            )
+
+
+def _digest(t: Tensor) -> str:
+    data = t.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(data.tobytes() + str((tuple(t.shape), t.dtype)).encode()).hexdigest()
+
+
+# How a module hands out its weights.
+
+
+class _Tree:
+    """The modules of one sharded model: the frames of whose `forward` make a read of a weight a use."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = weakref.WeakSet(root.modules())
+
+    def is_running(self) -> bool:
+        """Whether some caller is the `forward` of one of the model's modules.
+
+        A flag set around forward would not do: Dynamo may run a wrapper compiled and the forward in it not.
+        """
+        frame = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_name
+            if (name == "forward" or name.startswith("torch_dynamo_resume_in_forward")) and frame.f_code.co_argcount:
+                first = frame.f_locals.get(frame.f_code.co_varnames[0])
+                if isinstance(first, nn.Module) and first in self._modules:
+                    return True
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
+
+
+def _swap_classes(model: nn.Module) -> None:
+    tree = _Tree(model)
+    for module in model.modules():
+        leaves = {n: p.leaf for n, p in module._parameters.items() if isinstance(p, ShardedParameter)}
+        if not leaves:
+            continue
+        if isinstance(module, GroupedLinear):
+            _form_groups(module, leaves)
+        module.__dict__["_gtp_leaves"] = leaves
+        module.__dict__["_gtp_tree"] = tree
+        module.__class__ = _sharded_class(type(module), tuple(leaves))
+
+
+def _form_groups(module: GroupedLinear, leaves: dict[str, ComputeLeaf]) -> None:
+    """Discrete weights that are all placed alike form one group; so do the biases."""
+    for names in module.discrete_groups():
+        members = tuple(leaves[n] for n in names if n in leaves)
+        if len(members) == len(names) and len({m.mesh_layout for m in members}) == 1:
+            for member in members:
+                member.group = members
+
+
+@functools.cache
+def _sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """`cls` with a getter for each placed parameter; one class for all modules alike, so that they share graphs."""
+    body: dict[str, Any] = {name: property(_getter(name)) for name in names}
+    body.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
+    body["_gtp_original"] = cls
+    body["__reduce_ex__"] = _refuse_pickle
+    body["_apply"] = _apply
+    return type(cls.__name__, (cls,), body)
+
+
+def _getter(name: str) -> Callable[[nn.Module], Tensor]:
+    def get(self: Any) -> Tensor:
+        if torch.compiler.is_compiling() or self._gtp_tree.is_running():
+            return materialize_leaves((self._gtp_leaves[name],))
+        return self._parameters[name]
+
+    return get
+
+
+def _refuse_pickle(self: nn.Module, protocol: Any) -> Any:
+    raise NotImplementedError(
+        f"{type(self).__name__}: a sharded module can't be pickled or copied whole; save its state_dict (see "
+        "torch.distributed.checkpoint) and load it into a model sharded the same way"
+    )
+
+
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    raise NotImplementedError(
+        f"{type(self).__name__}: a sharded module can't be moved or cast (.to, .cuda, .half, to_empty); do it before "
+        "gtp_compile.shard, and choose the dtype to compute in with its param_dtype"
+    )

@@ -1,0 +1,59 @@
+"""Schema, validation and registrations of `gtp::dense_wgrad`. cuBLAS is the CUDA kernel; there is no Triton one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gtp_compile.kernels.checks import OP_TAGS, check_operands, check_out_dtype, check_same_size
+from gtp_compile.kernels.dense_wgrad.reference import dense_wgrad_reference
+
+_OP = "gtp::dense_wgrad"
+
+
+def _check(dy: Tensor, x: Tensor, out_dtype: torch.dtype) -> None:
+    check_operands(_OP, dy=(dy, "[R, N]"), x=(x, "[R, K]"))
+    check_out_dtype(_OP, out_dtype)
+    check_same_size(_OP, "R, the number of rows", dy=dy.shape[0], x=x.shape[0])
+
+
+def _cpu(dy: Tensor, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+    _check(dy, x, out_dtype)
+    return dense_wgrad_reference(dy, x, out_dtype)
+
+
+def _cuda(dy: Tensor, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+    _check(dy, x, out_dtype)
+    if 0 in (dy.shape[0], dy.shape[1], x.shape[1]):
+        # The out_dtype overload of mm makes no promise about empty operands.
+        return dy.new_zeros((dy.shape[1], x.shape[1]), dtype=out_dtype)
+    if dy.dtype == out_dtype:
+        return torch.mm(dy.t(), x)
+    if dy.dtype == torch.float32:
+        return torch.mm(dy.t(), x).to(out_dtype)
+    return torch.mm(dy.t(), x, out_dtype=torch.float32).to(out_dtype)
+
+
+def _fake(dy: Tensor, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+    _check(dy, x, out_dtype)
+    return dy.new_empty((dy.shape[1], x.shape[1]), dtype=out_dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, torch.dtype], output: Tensor) -> None:
+    dy, x, _ = inputs
+    needs_dy, needs_x = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(dy if needs_x else None, x if needs_dy else None)
+
+
+def _backward(ctx: Any, d_dw: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    dy, x = ctx.saved_tensors
+    d_dy = None if x is None else x @ d_dw.to(x.dtype).t()
+    d_x = None if dy is None else dy @ d_dw.to(dy.dtype)
+    return d_dy, d_x, None
+
+
+torch.library.define(_OP, "(Tensor dy, Tensor x, ScalarType out_dtype) -> Tensor", tags=OP_TAGS)
+torch.library.impl(_OP, "cpu", _cpu)
+torch.library.impl(_OP, "cuda", _cuda)
+torch.library.register_fake(_OP, _fake)
+torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

@@ -1,0 +1,9 @@
+"""Dense wgrad as one float32 matmul."""
+
+import torch
+from torch import Tensor
+
+
+def dense_wgrad_reference(dy: Tensor, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Compute `dy^T @ x` [N, K] in float32 and cast once."""
+    return (dy.float().t() @ x.float()).to(out_dtype)

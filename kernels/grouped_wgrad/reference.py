@@ -1,0 +1,16 @@
+"""Grouped wgrad as a loop over experts."""
+
+import torch
+from torch import Tensor
+
+from gtp_compile.kernels.expert_slices import expert_slices
+
+
+def grouped_wgrad_reference(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Compute `dw[e] = dy_e^T @ x_e` [E, N, K] with one float32 matmul per expert that has rows."""
+    (rows, n), k = dy.shape, x.shape[1]
+    dw = dy.new_zeros((offs.shape[0], n, k), dtype=out_dtype)
+    for expert, routed in enumerate(expert_slices("gtp::grouped_wgrad", offs, rows)):
+        if routed.start < routed.stop:
+            dw[expert] = dy[routed].float().t() @ x[routed].float()
+    return dw

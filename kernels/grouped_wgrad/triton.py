@@ -1,0 +1,103 @@
+# R routed rows, E experts, N out features, K in features. Rows of one expert are adjacent; offs_E holds their ends.
+#
+#         dy_RN            x_RK                dw_ENK
+#   0     +------+         +--------+          +--------+
+#         | e=0  |         |  e=0   |          | e=0    |  dw[e] = dy[begin:end]^T @ x[begin:end]
+#   offs0 +------+         +--------+          +--------+
+#         | e=1  |         |  e=1   |          | e=1    |  one program: one BLOCK_N x BLOCK_K tile of one expert,
+#   offs1 +------+         +--------+          +--------+  walking down that expert's rows BLOCK_R at a time
+#         | tail |         |  tail  |
+#   R     +------+ unread  +--------+ unread
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gtp_compile.kernels.grouped_wgrad.configs import grouped_wgrad_config
+
+# Triton's interpreter multiplies the raw bits of bf16 operands; there the kernel widens them first.
+_INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit(do_not_specialize=["R"])
+def _grouped_wgrad_kernel(
+    dy_ptr,
+    x_ptr,
+    offs_ptr,
+    dw_ptr,
+    R,
+    N,
+    K,
+    stride_dy_R,
+    stride_dy_N,
+    stride_x_R,
+    stride_x_K,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    tiles_N = tl.cdiv(N, BLOCK_N)
+    tiles_K = tl.cdiv(K, BLOCK_K)
+    expert = tl.program_id(0) // (tiles_N * tiles_K)
+    tile = tl.program_id(0) % (tiles_N * tiles_K)
+    tile_N, tile_K = tl.swizzle2d(tile // tiles_K, tile % tiles_K, tiles_N, tiles_K, BAND)
+
+    begin = tl.load(offs_ptr + expert - 1, mask=expert > 0, other=0)
+    # Offsets are not checked on the host (that would synchronize); the bound keeps a wrong one inside the buffers.
+    end = tl.minimum(tl.load(offs_ptr + expert), R)
+
+    n_N = tile_N * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
+    k_K = tile_K * BLOCK_K + tl.arange(0, BLOCK_K).to(tl.int64)
+    mask_N = n_N < N
+    mask_K = k_K < K
+    dy_N = dy_ptr + n_N * stride_dy_N
+    x_K = x_ptr + k_K * stride_x_K
+
+    dw_NK = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for start in range(begin, end, BLOCK_R):
+        r_R = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
+        mask_R = r_R < end
+        # Both operands are masked by row: 0 * NaN from a neighbour's row would be NaN.
+        dy_RN = tl.load(dy_N[None, :] + (r_R * stride_dy_R)[:, None], mask=mask_R[:, None] & mask_N[None, :], other=0.0)
+        x_RK = tl.load(x_K[None, :] + (r_R * stride_x_R)[:, None], mask=mask_R[:, None] & mask_K[None, :], other=0.0)
+        if INTERPRETED:
+            dy_RN = dy_RN.to(tl.float32)
+            x_RK = x_RK.to(tl.float32)
+        dw_NK = tl.dot(tl.trans(dy_RN), x_RK, acc=dw_NK, input_precision="ieee")
+
+    row_N = (expert.to(tl.int64) * N + n_N) * K
+    dw_ptrs_NK = dw_ptr + row_N[:, None] + k_K[None, :]
+    tl.store(dw_ptrs_NK, dw_NK.to(dw_ptr.dtype.element_ty), mask=mask_N[:, None] & mask_K[None, :])
+
+
+def grouped_wgrad_triton(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Launch one program per output tile; dy [R, N], x [R, K], offs [E] int32 -> [E, N, K] in `out_dtype`."""
+    (R, N), K, E = dy.shape, x.shape[1], offs.shape[0]
+    dw = torch.empty((E, N, K), dtype=out_dtype, device=dy.device)
+    if dw.numel() == 0:
+        return dw
+    config = grouped_wgrad_config(dy.dtype)
+    grid = (E * triton.cdiv(N, config.block_n) * triton.cdiv(K, config.block_k),)
+    with torch.cuda.device_of(dy):
+        _grouped_wgrad_kernel[grid](
+            dy,
+            x,
+            offs.contiguous(),
+            dw,
+            R,
+            N,
+            K,
+            *dy.stride(),
+            *x.stride(),
+            BLOCK_R=config.block_r,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            BAND=config.band,
+            INTERPRETED=_INTERPRETED,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return dw

@@ -1,0 +1,76 @@
+"""What every pass gets and gives: its context, its report, and the one key under which it leaves notes on nodes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import fx
+
+__all__ = ["NOTE", "Pass", "PassContext", "PassReport", "Phase", "Skip", "WgradNote", "note_of"]
+
+Phase = Literal["joint", "forward", "backward", "inference"]
+
+NOTE = "gtp"  # the one key of ours in node.meta
+
+
+@dataclass(frozen=True, slots=True)
+class PassContext:
+    """What a pass may depend on. All of it is part of the compile cache's key.
+
+    Attributes:
+        phase: which graph this is.
+        num_fwd_outputs: how many outputs of a joint graph are the forward's (0 in other phases).
+        record: insert `gtp::record` for `verify`; `programs` then collects the chains to replay.
+    """
+
+    phase: Phase
+    num_fwd_outputs: int = 0
+    record: bool = False
+    programs: "list[fx.Graph] | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """One thing a pass looked at and left alone, and why."""
+
+    node: str
+    reason: str
+
+
+@dataclass(slots=True)
+class PassReport:
+    """What one pass did.
+
+    Attributes:
+        matched: how many instances it found.
+        changed: how many it rewrote.
+        skipped: the ones it refused, with reasons.
+    """
+
+    matched: int = 0
+    changed: int = 0
+    skipped: list[Skip] = field(default_factory=list)
+
+    def skip(self, node: fx.Node, reason: str) -> None:
+        self.skipped.append(Skip(node.name, reason))
+
+
+Pass = Callable[[fx.GraphModule, PassContext], PassReport]
+
+
+@dataclass(frozen=True, slots=True)
+class WgradNote:
+    """What is known of one gradient anchor; stays on the node that carries the group's gradient.
+
+    Attributes:
+        group: ordinal of the weight group among the graph's gradient anchors, by first input (weight order).
+        inputs: positions of the members' shards among the graph's inputs, leader first.
+    """
+
+    group: int
+    inputs: tuple[int, ...]
+
+
+def note_of(node: fx.Node) -> WgradNote | None:
+    note = node.meta.get(NOTE)
+    return note if isinstance(note, WgradNote) else None

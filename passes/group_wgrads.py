@@ -1,0 +1,133 @@
+"""Pair each gradient anchor with its weight group, and bring the uses of one weight together.
+
+Before: a weight used twice has two anchors, whose results are added after their reductions.
+
+    dy1, x1 -> mm -> bf16[N, K] -> finalize -> getitem \\
+                                                         add -> output
+    dy2, x2 -> mm -> bf16[N, K] -> finalize -> getitem /
+
+After: one anchor, so one reduction; the sum comes before it, where the next pass can type it.
+
+    dy1, x1 -> mm \\
+                    add -> bf16[N, K] -> finalize -> getitem -> output
+    dy2, x2 -> mm /
+
+1. Materializations of one group with equal arguments become one.
+2. Gradient anchors of one group whose results are summed become one.
+3. Each anchor gets its `WgradNote` (which inputs of the graph it belongs to).
+
+Needs: a functional joint graph. Leaves: at most one gradient anchor a weight group, or a skip with the reason.
+"""
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from gtp_compile.passes.anchors import Finalize
+from gtp_compile.passes.base import NOTE, PassContext, PassReport, WgradNote
+from gtp_compile.passes.emit import insert_call
+from gtp_compile.passes.wgrad_patterns import find_chain
+
+__all__ = ["group_wgrads"]
+
+aten = torch.ops.aten
+
+
+def group_wgrads(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
+    """Bring the uses of one weight together and note which inputs each gradient anchor belongs to."""
+    report = PassReport()
+    graph = gm.graph
+    report.changed += _merge_gathers(graph)
+    for uses in _by_group(Finalize.find(graph)):
+        if len(uses) > 1:
+            reason = _merge_uses(graph, uses)
+            if reason:
+                report.skip(uses[0].node, reason)
+            else:
+                report.changed += 1
+    positions = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+    anchors = Finalize.find(graph)
+    order = sorted(anchors, key=lambda a: [positions[s] for s in a.shards])
+    for ordinal, anchor in enumerate(order):
+        report.matched += 1
+        inputs = tuple(positions[s] for s in anchor.shards)
+        anchor.node.meta[NOTE] = WgradNote(ordinal, inputs)
+        reason = find_chain(anchor.grad, anchor.grad_dtype).reason
+        if reason:
+            report.skip(anchor.node, reason)
+    return report
+
+
+def _merge_gathers(graph: fx.Graph) -> int:
+    seen: dict[object, fx.Node] = {}
+    merged = 0
+    for node in graph.find_nodes(op="call_function", target=torch.ops.gtp.materialize.default):
+        key = tuple(tuple(a) if isinstance(a, list | tuple) else a for a in node.args)
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            merged += 1
+    return merged
+
+
+def _by_group(anchors: Sequence[Finalize]) -> list[list[Finalize]]:
+    groups: dict[object, list[Finalize]] = {}
+    for a in anchors:
+        groups.setdefault((a.shards, a.layout, a.grad_dtype), []).append(a)
+    return list(groups.values())
+
+
+def _merge_uses(graph: fx.Graph, uses: list[Finalize]) -> str:
+    """Make the last anchor take the sum of all gradients. Returns why it can't be done ("" if it was)."""
+    first, *others = uses
+    # In a sum of results, a later anchor's term is dropped: the first one's term then stands for all.
+    drops: list[tuple[fx.Node, fx.Node]] = []  # (add, term)
+    for anchor in others:
+        for term in anchor.node.users:
+            users = list(term.users)
+            if len(users) != 1 or users[0].target is not aten.add.Tensor or term.target is not operator.getitem:
+                return f"{anchor.node.name}: is used other than in the sum of its weight's gradients"
+            drops.append((users[0], term))
+    if {a.grad.meta["val"].dtype for a in uses} != {first.grad.meta["val"].dtype}:
+        return f"{first.node.name}: the uses of its weight compute in different dtypes"
+    total = first.grad
+    with graph.inserting_before(others[-1].node):
+        for anchor in others:
+            total = insert_call(graph, aten.add.Tensor, (total, anchor.grad), like=anchor.node)
+    first.node.update_arg(0, total)
+    for add, term in drops:
+        kept = add.args[1] if add.args[0] is term else add.args[0]
+        add.replace_all_uses_with(kept)  # type: ignore[arg-type]
+        graph.erase_node(add)
+        graph.erase_node(term)
+    for anchor in others:
+        graph.erase_node(anchor.node)
+    _sort(graph)
+    return ""
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Restore definition before use, changing the order no more than that takes."""
+    placed: set[fx.Node] = set()
+    order: list[fx.Node] = []
+
+    for start in graph.nodes:
+        stack = [start]
+        while stack:
+            node = stack[-1]
+            if node in placed:
+                stack.pop()
+                continue
+            missing = [a for a in node.all_input_nodes if a not in placed]
+            if missing:
+                stack += reversed(missing)
+            else:
+                placed.add(node)
+                order.append(stack.pop())
+    cursor = order[0]
+    for node in order[1:]:
+        cursor.append(node)
+        cursor = node

@@ -1,0 +1,135 @@
+"""Give each weight gradient its group's dtype from where it is computed: out of the GEMM's accumulators.
+
+Before (main_grad float32, compute bfloat16):
+
+    dy bf16[R, N], x bf16[R, K] -> mm -> bf16[N, K] -> view -> finalize(grad_dtype=f32)
+
+After:
+
+    dy bf16[R, N], x bf16[R, K] -> gtp.dense_wgrad -> f32[N, K] -> view -> finalize(grad_dtype=f32)
+
+1. For each gradient anchor, follow the gradient back (`wgrad_patterns.find_chain`).
+2. Rebuild the chain in the anchor's dtype, each new node right behind the old one: GEMMs write it, allocations and
+   sums on the way follow, casts vanish.
+3. Where the chain can't be followed, `gtp::widen` casts what arrives and says so at run time, with the weight's name.
+4. Other users of a retyped GEMM (plain followers in the group) get a cast of its result: there is one GEMM, not two.
+
+Needs: group_wgrads. Leaves: every anchor's gradient in its `grad_dtype`.
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from gtp_compile.passes.anchors import Finalize
+from gtp_compile.passes.base import PassContext, PassReport
+from gtp_compile.passes.emit import insert_call
+from gtp_compile.passes.wgrad_patterns import Chain, find_chain, kind_of, transposed
+
+__all__ = ["retype_wgrads"]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+def retype_wgrads(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
+    """Make every gradient arrive at its anchor in the dtype in which it is summed over ranks."""
+    report = PassReport()
+    for anchor in Finalize.find(gm.graph):
+        report.matched += 1
+        chain = find_chain(anchor.grad, anchor.grad_dtype)
+        if _typed(chain, anchor.grad_dtype):
+            continue
+        for skip in chain.unknown.values():
+            report.skipped.append(skip)
+        anchor.node.update_arg(0, _Retype(gm.graph, chain, anchor).run())
+        report.changed += 1
+    return report
+
+
+def _typed(chain: Chain, dtype: torch.dtype) -> bool:
+    """Whether the gradient has `dtype` all the way (not only at the end: a bf16 GEMM and a cast won't do)."""
+    return not chain.unknown and all(n.meta["val"].dtype == dtype for n in [chain.root, *chain.nodes])
+
+
+class _Retype:
+    """Rebuild one chain in another dtype."""
+
+    def __init__(self, graph: fx.Graph, chain: Chain, anchor: Finalize) -> None:
+        self.graph = graph
+        self.chain = chain
+        self.anchor = anchor
+        self.dtype = anchor.grad_dtype
+        self.new: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> fx.Node:
+        for node in self.chain.unknown:
+            self.new[node] = self._widened(node)
+        for node in self.chain.nodes:
+            self.new[node] = self._rebuilt(node)
+        for gemm in self.chain.gemms:
+            self._redirect_others(gemm)
+        root = self.chain.root
+        return self.new[root] if root in self.new else self._cast(root, self.anchor.node)
+
+    def _rebuilt(self, node: fx.Node) -> fx.Node:
+        kind = kind_of(node)
+        if kind == "cast":
+            source: fx.Node = node.args[0]  # type: ignore[assignment]
+            return self.new[source] if source in self.new else self._cast(source, node)
+        with self.graph.inserting_before(node.next):
+            if kind == "gemm":
+                return self._gemm(node)
+            kwargs = dict(node.kwargs)
+            if kind in ("reduce", "factory"):
+                kwargs["dtype"] = self.dtype
+            return insert_call(self.graph, node.target, tuple(self._arg(node, a) for a in node.args), kwargs, like=node)
+
+    def _gemm(self, node: fx.Node) -> fx.Node:
+        gtp = torch.ops.gtp
+        if node.target in (gtp.dense_wgrad.default, gtp.grouped_wgrad.default):
+            args: tuple[Any, ...] = (*node.args[:-1], self.dtype)
+            return insert_call(self.graph, node.target, args, like=node)
+        a, b, *offs = node.args
+        dy = transposed(a) or insert_call(self.graph, aten.permute.default, (a, [1, 0]), like=node)  # type: ignore[arg-type]
+        if node.target is aten.mm.default:
+            return insert_call(self.graph, gtp.dense_wgrad.default, (dy, b, self.dtype), like=node)
+        return insert_call(self.graph, gtp.grouped_wgrad.default, (dy, b, offs[0], self.dtype), like=node)
+
+    def _arg(self, node: fx.Node, arg: Any) -> Any:
+        if isinstance(arg, list | tuple):
+            return [self._arg(node, a) for a in arg]
+        if not isinstance(arg, fx.Node):
+            return arg
+        if arg in self.new:
+            return self.new[arg]
+        # Values scattered into a typed base must have its dtype; a reduction casts what it reads by itself.
+        if kind_of(node) == "scatter" and arg.meta["val"].is_floating_point():
+            return self._cast(arg, node)
+        return arg
+
+    def _cast(self, x: fx.Node, before: fx.Node) -> fx.Node:
+        if x.meta["val"].dtype == self.dtype:
+            return x
+        with self.graph.inserting_before(before):
+            return insert_call(self.graph, prims.convert_element_type.default, (x, self.dtype), like=before)
+
+    def _widened(self, node: fx.Node) -> fx.Node:
+        if node.meta["val"].dtype.itemsize >= self.dtype.itemsize:
+            with self.graph.inserting_before(node.next):
+                return self._cast(node, node.next)
+        with self.graph.inserting_before(self.anchor.node):
+            args = (node, self.anchor.shards[0], self.dtype)
+            return insert_call(self.graph, torch.ops.gtp.widen.default, args, like=self.anchor.node)
+
+    def _redirect_others(self, gemm: fx.Node) -> None:
+        others = [u for u in gemm.users if u not in self.chain.nodes]
+        if not others:
+            return
+        new = self.new[gemm]
+        with self.graph.inserting_before(new.next):
+            old_dtype = gemm.meta["val"].dtype
+            narrow = insert_call(self.graph, prims.convert_element_type.default, (new, old_dtype), like=gemm)
+        for user in others:
+            user.replace_input_with(gemm, narrow)

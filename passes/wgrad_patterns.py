@@ -1,0 +1,189 @@
+"""Finder: from the gradient that reaches an anchor back to what computed it. Pure; edits nothing.
+
+    mm(dy^T, x)                                   dense GEMM
+    _grouped_mm(dy^T, x, offs)      2-D x 2-D     grouped GEMM            [E, N, K]
+    _grouped_mm(x^T, dy, offs)      2-D x 2-D     the same, transposed    [E, K, N]
+    gtp::dense_wgrad, gtp::grouped_wgrad          our own, typed already
+    sum(dy * x_hat)                               reduction (norms, biases)
+    index_put(zeros, ids, dy, accumulate)         scatter (embeddings, per-expert biases)
+      |
+      |  views, casts, stacks, slices' backwards, sums of several uses, multiplications by a number
+      v
+    gtp::finalize
+
+The nodes between form a `Chain`. What a chain can't be followed through is kept in it as `unknown`, with the reason:
+there the gradient stays as rounded as it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from gtp_compile.passes.base import Skip
+
+__all__ = ["Chain", "Kind", "find_chain", "is_grouped_wgrad_mm", "kind_of", "transposed"]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+Kind = Literal["view", "list", "add", "scale", "cast", "gemm", "reduce", "scatter", "factory"]
+
+_KINDS: dict[Any, Kind] = {
+    **dict.fromkeys(
+        (
+            aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default,
+            aten.transpose.int, aten.t.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+            aten.unsqueeze.default, aten.select.int, aten.slice.Tensor, aten.alias.default, aten.detach.default,
+            aten.clone.default, aten.expand.default, aten.slice_backward.default, aten.select_backward.default,
+            aten.constant_pad_nd.default,
+        ),
+        "view",
+    ),
+    **dict.fromkeys((aten.cat.default, aten.stack.default), "list"),
+    **dict.fromkeys((aten.add.Tensor,), "add"),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default), "scale"),
+    **dict.fromkeys((prims.convert_element_type.default, aten._to_copy.default), "cast"),
+    **dict.fromkeys((aten.mm.default, aten._grouped_mm.default), "gemm"),
+    **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default), "reduce"),
+    **dict.fromkeys(
+        (aten.index_put.default, aten._unsafe_index_put.default, aten.embedding_dense_backward.default), "scatter"
+    ),
+    **dict.fromkeys(
+        (aten.full.default, aten.zeros.default, aten.empty.memory_format, aten.new_zeros.default,
+         aten.new_full.default, aten.new_empty.default, aten.zeros_like.default, aten.full_like.default),
+        "factory",
+    ),
+}  # fmt: skip
+
+
+def _own_gemms() -> tuple[Any, ...]:
+    return torch.ops.gtp.dense_wgrad.default, torch.ops.gtp.grouped_wgrad.default
+
+
+@dataclass(slots=True)
+class Chain:
+    """The computation of one gradient, from operands to the anchor.
+
+    Attributes:
+        root: the node that reaches the anchor.
+        nodes: every node whose dtype follows the gradient's, inputs before users; the last one is the root.
+        operands: the nodes where the chain is cut; their own dtype is not the gradient's business.
+        gemms, reductions: the nodes among `nodes` that compute (`reductions` holds the scatters, too).
+        unknown: the operands at which a gradient arrives in a form that is not known, with the reason.
+    """
+
+    root: fx.Node
+    nodes: list[fx.Node] = field(default_factory=list)
+    operands: list[fx.Node] = field(default_factory=list)
+    gemms: list[fx.Node] = field(default_factory=list)
+    reductions: list[fx.Node] = field(default_factory=list)
+    unknown: dict[fx.Node, Skip] = field(default_factory=dict)
+
+    @property
+    def reason(self) -> str:
+        """Why not all of the gradient was traced to a GEMM or a reduction ("" where it was)."""
+        return "; ".join(dict.fromkeys(s.reason for s in self.unknown.values()))
+
+
+def kind_of(node: fx.Node) -> Kind | None:
+    """What role a node may play in a chain; None if none."""
+    if node.op != "call_function":
+        return None
+    if node.target in _own_gemms():
+        return "gemm"
+    kind = _KINDS.get(node.target)
+    if kind == "gemm" and node.target is aten._grouped_mm.default and not is_grouped_wgrad_mm(node):
+        return None
+    if kind == "scale" and any(isinstance(a, fx.Node) for a in node.args[1:]):
+        return None
+    if kind == "add" and (node.kwargs.get("alpha", 1) != 1 or not isinstance(node.args[1], fx.Node)):
+        return None
+    return kind
+
+
+def is_grouped_wgrad_mm(node: fx.Node) -> bool:
+    """Whether a `_grouped_mm` contracts over ragged rows (2-D x 2-D with offsets), which only a wgrad does."""
+    a, b, *rest = node.args
+    return (
+        isinstance(a, fx.Node)
+        and isinstance(b, fx.Node)
+        and a.meta["val"].ndim == 2
+        and b.meta["val"].ndim == 2
+        and bool(rest)
+        and rest[0] is not None
+    )
+
+
+def transposed(node: fx.Node) -> fx.Node | None:
+    """The 2-D tensor of which `node` is the transpose, if it was made that way."""
+    if node.op != "call_function":
+        return None
+    if node.target is aten.t.default:
+        return node.args[0]  # type: ignore[return-value]
+    if node.target is aten.permute.default and list(node.args[1]) == [1, 0]:  # type: ignore[arg-type]
+        return node.args[0]  # type: ignore[return-value]
+    if node.target is aten.transpose.int and node.meta["val"].ndim == 2 and node.args[1] != node.args[2]:
+        return node.args[0]  # type: ignore[return-value]
+    return None
+
+
+def find_chain(root: fx.Node, dtype: torch.dtype) -> Chain:
+    """Follow a gradient back from the node that reaches its anchor, as long as it may be narrower than `dtype`."""
+    chain = Chain(root)
+    _Walk(chain, dtype).visit(root)
+    return chain
+
+
+# Which arguments of a node the gradient runs through; those of the other kinds are operands.
+_FOLLOW: dict[Kind, Callable[[fx.Node], list[Any]]] = {
+    "view": lambda n: [n.args[0]],
+    "list": lambda n: list(n.args[0]),  # type: ignore[arg-type]
+    "add": lambda n: list(n.args[:2]),
+    "scale": lambda n: [n.args[0]],
+    "cast": lambda n: [n.args[0]],
+    "gemm": lambda n: [],
+    "reduce": lambda n: [],
+    "scatter": lambda n: [] if n.target is aten.embedding_dense_backward.default else [n.args[0]],
+    "factory": lambda n: [],
+}
+
+
+class _Walk:
+    """One depth-first walk that fills a chain."""
+
+    def __init__(self, chain: Chain, dtype: torch.dtype) -> None:
+        self.chain = chain
+        self.dtype = dtype
+        self.seen: set[fx.Node] = set()
+
+    def visit(self, node: fx.Node) -> None:
+        if node in self.seen:
+            return
+        self.seen.add(node)
+        kind = kind_of(node)
+        if kind is None:
+            self.chain.operands.append(node)
+            # What is as wide as the sum will be has lost nothing, whatever computed it.
+            if node.meta["val"].dtype.itemsize < self.dtype.itemsize:
+                self.chain.unknown[node] = Skip(node.name, _why_unknown(node))
+            return
+        follow = _FOLLOW[kind](node)
+        for arg in follow:
+            self.visit(arg)
+        self.chain.operands += [a for a in node.all_input_nodes if a not in follow and a not in self.chain.operands]
+        self.chain.nodes.append(node)
+        if kind == "gemm":
+            self.chain.gemms.append(node)
+        elif kind in ("reduce", "scatter"):
+            self.chain.reductions.append(node)
+
+
+def _why_unknown(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"the gradient comes from outside this graph ({node.name}); its GEMM is in another graph"
+    if node.target is aten._grouped_mm.default:
+        return f"{node.name}: this grouped_mm is no weight gradient (ragged rows are not contracted)"
+    return f"{node.name}: no pass knows a weight gradient through {node.target}"

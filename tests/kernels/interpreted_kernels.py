@@ -1,0 +1,59 @@
+"""Triton kernels on CPU tensors. Not collected by name: test_triton_interpreter.py runs it with TRITON_INTERPRET=1."""
+
+import pytest
+import torch
+from kernel_testing import (
+    CASES,
+    DTYPES,
+    LAYOUTS,
+    Case,
+    case_id,
+    dtype_id,
+    linear_float64,
+    relative_error,
+    wgrad_float64,
+)
+
+from gtp_compile.kernels.grouped_linear.triton import grouped_linear_triton
+from gtp_compile.kernels.grouped_wgrad.triton import grouped_wgrad_triton
+
+# The interpreter truncates where a GPU rounds to nearest, so a narrow output is held to one unit in the last place.
+ONE_ULP = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-6}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_grouped_wgrad(case: Case, dtype: torch.dtype, layout: str) -> None:
+    dy = case.matrix(case.n, dtype, layout=layout, seed=1)
+    x = case.matrix(case.k, dtype, layout=layout, seed=2)
+    expected = wgrad_float64(dy, x, case.slices)
+    for out_dtype in {dtype, torch.float32}:
+        dw = grouped_wgrad_triton(dy, x, case.offs(), out_dtype)
+        assert dw.dtype == out_dtype and dw.shape == expected.shape
+        assert relative_error(dw, expected) <= ONE_ULP[out_dtype]
+        for expert, count in enumerate(case.counts):
+            assert count or not dw[expert].any()
+
+
+@pytest.mark.parametrize("layout", ["fprop", "dgrad"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_grouped_linear(case: Case, dtype: torch.dtype, layout: str) -> None:
+    x = case.matrix(case.k, dtype, layout="contiguous", seed=1)
+    if layout == "fprop":
+        weight = torch.randn(len(case.counts), case.n, case.k).to(dtype)
+    else:
+        weight = torch.randn(len(case.counts), case.k, case.n).to(dtype).transpose(1, 2)
+    y = grouped_linear_triton(x, weight, case.offs())
+    assert relative_error(y, linear_float64(x, weight, case.slices)) <= ONE_ULP[dtype]
+    assert not y[sum(case.counts) :].any()
+
+
+def test_wrong_offsets_stay_inside_the_buffers() -> None:
+    x = torch.randn(6, 4)
+    offs = torch.tensor([4, 900], dtype=torch.int32)
+    clamped = torch.tensor([4, 6], dtype=torch.int32)
+    weight = torch.randn(2, 3, 4)
+    assert torch.equal(grouped_linear_triton(x, weight, offs), grouped_linear_triton(x, weight, clamped))
+    assert torch.equal(grouped_wgrad_triton(x, x, offs, x.dtype), grouped_wgrad_triton(x, x, clamped, x.dtype))

@@ -1,0 +1,18 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton, which exists on Linux only")
+
+
+def test_kernels_under_the_interpreter() -> None:
+    """Run the kernel sources on CPU, in a process of their own: the switch is read when triton is imported."""
+    script = Path(__file__).with_name("interpreted_kernels.py")
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, env=environment, cwd=script.parent, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout
