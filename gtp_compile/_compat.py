@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch._functorch.aot_autograd import make_boxed_func
@@ -20,6 +21,7 @@ __all__ = [
     "FakeTensor",
     "compile_fx",
     "compile_fx_inner",
+    "fresh_compilation",
     "is_inductor_option",
     "list_mode_options",
     "make_boxed_func",
@@ -38,6 +40,16 @@ def is_inductor_option(name: str) -> bool:
 def uncached() -> Iterator[None]:
     """Neither look up nor save compiled graphs while this is active (forward and, later, its backward)."""
     with functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+@contextlib.contextmanager
+def fresh_compilation() -> Iterator[None]:
+    """Let Dynamo compile as often as asked while this is active.
+
+    Each watched compilation adds an entry to the code it traces; past its limit Dynamo would run that code in eager.
+    """
+    with dynamo_config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
         yield
 
 

@@ -53,7 +53,8 @@ class ComputeLeaf(nn.Parameter):
     main_grad: Tensor | None
     group: tuple[ComputeLeaf, ...]
     eager_uses: int
-    recorder: Any
+    recorder: Any  # called by gtp::record (verify)
+    emit: Any  # how collectives run outside compiled graphs (explain)
     rounding_reported: bool
     _registered: weakref.ref[ShardedParameter]
     _aliased: Tensor | None
@@ -161,7 +162,8 @@ def pair(
     leaf = torch.Tensor._make_subclass(ComputeLeaf, param.to_local().detach(), False)
     leaf.fqn, leaf.mesh_layout, leaf.param_dtype = fqn, layout, param_dtype
     leaf.main_grad = None if main_grad_dtype is None else torch.zeros_like(local, dtype=main_grad_dtype)
-    leaf.group, leaf.eager_uses, leaf.recorder, leaf.rounding_reported = (leaf,), 0, None, False
+    leaf.group, leaf.eager_uses, leaf.rounding_reported = (leaf,), 0, False
+    leaf.recorder, leaf.emit = None, None
     leaf._registered, leaf._aliased = weakref.ref(param), None
     param.leaf = leaf
     param.requires_grad = requires_grad

@@ -91,10 +91,10 @@ class GtpPartitioner(CustomPartitionerFn):
         groups: list[GroupInfo] = []
         extra = dict(VERIFY_PASSES) if record else {}
         for step in self._enabled(JOINT_PASSES):
-            if step.__name__ in extra:
-                run_passes(gm, (extra[step.__name__],), ctx, graph_log)
             if step.__name__ == "insert_collectives":
                 groups = describe_groups(gm.graph)
+            if step.__name__ in extra:
+                run_passes(gm, (extra[step.__name__],), ctx, graph_log)
             run_passes(gm, (step,), ctx, graph_log)
         groups = describe_wire(gm.graph, groups)
         check_dtypes(gm.graph, groups, retyped="retype_wgrads" not in self.options.disable)

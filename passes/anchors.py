@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from gtp_compile.passes.collective_ops import Layout, emit_gather, emit_reduce
-from gtp_compile.passes.emit import RunEmit
+from gtp_compile.passes.emit import Emit, RunEmit
 
 __all__ = ["Finalize", "Materialize", "materialize"]
 
@@ -66,6 +66,11 @@ def materialize(
     )
 
 
+def _emit_of(shards: list[Tensor]) -> Emit:
+    """How this weight's collectives are run outside a compiled graph; `explain` replaces it by one that stays local."""
+    return getattr(shards[0], "emit", None) or RunEmit()
+
+
 def _materialize_impl(
     shards: list[Tensor],
     main_grads: list[Tensor | None],
@@ -77,7 +82,7 @@ def _materialize_impl(
     grad_dtype: torch.dtype,
 ) -> Tensor:
     layout = Layout(group_name, group_size, dim, reduce_op)
-    full = emit_gather(RunEmit(), shards, layout, param_dtype)
+    full = emit_gather(_emit_of(shards), shards, layout, param_dtype)
     # An op may not return its input: a replicated weight that needs no cast is one.
     return full.clone() if len(shards) == 1 and full is shards[0] else full
 
@@ -115,7 +120,7 @@ def _finalize_impl(
     layout = Layout(group_name, group_size, dim, reduce_op)
     if grad.dtype != grad_dtype and grad.dtype.itemsize < grad_dtype.itemsize and grad.ndim > 1:
         _warn_rounded(shards[0], grad.dtype, grad_dtype)
-    reduced = emit_reduce(RunEmit(), grad, len(shards), layout, grad_dtype)
+    reduced = emit_reduce(_emit_of(shards), grad, len(shards), layout, grad_dtype)
     dtypes = [_result_dtype(s, m) for s, m in zip(shards, main_grads, strict=True)]
     # Members of a group are views of one buffer, and a group of one may be the incoming gradient itself.
     return [r.to(dtype, copy=True) for r, dtype in zip(reduced, dtypes, strict=True)]

@@ -17,7 +17,7 @@ import torch
 
 from gtp_compile.passes.emit import Emit
 
-__all__ = ["REPLICATED", "Layout", "emit_cast", "emit_gather", "emit_reduce"]
+__all__ = ["REPLICATED", "DryEmit", "Layout", "dry_collectives", "emit_cast", "emit_gather", "emit_reduce", "emit_stack"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -47,6 +47,29 @@ class Layout:
         return self.dim != REPLICATED
 
 
+def dry_collectives() -> dict[Any, Any]:
+    """For each collective, a local stand-in that gives what it would if every rank had this rank's data."""
+    return {
+        c10d.all_gather_into_tensor.default: lambda x, size, group: x.repeat(size, *[1] * (x.ndim - 1)),
+        c10d.reduce_scatter_tensor.default: lambda x, op, size, group: x[: x.shape[0] // size].clone(),
+        c10d.all_reduce.default: lambda x, op, group: x.clone(),
+        c10d.wait_tensor.default: lambda x: x,
+    }
+
+
+class DryEmit:
+    """Apply operators at once, but never communicate (`explain`)."""
+
+    def __init__(self) -> None:
+        self._stand_ins = dry_collectives()
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._stand_ins.get(target, target)(*args, **kwargs)
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 def emit_cast(emit: Emit, x: Any, dtype: torch.dtype) -> Any:
     """`x` in `dtype`; nothing is emitted where it has it already."""
     return x if emit.value(x).dtype == dtype else emit(prims.convert_element_type.default, x, dtype)
@@ -57,8 +80,11 @@ def _contiguous(emit: Emit, x: Any) -> Any:
     return x if emit.value(x).is_contiguous() else emit(aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
-def _stacked(emit: Emit, members: Sequence[Any]) -> Any:
-    return members[0] if len(members) == 1 else emit(aten.stack.default, list(members), 0)
+def emit_stack(emit: Emit, members: Sequence[Any]) -> Any:
+    """The members along a new dim 0. Of operators that Inductor lowers itself: no decomposition runs after the passes."""
+    if len(members) == 1:
+        return members[0]
+    return emit(aten.cat.default, [emit(aten.unsqueeze.default, m, 0) for m in members], 0)
 
 
 def emit_gather(emit: Emit, shards: Sequence[Any], layout: Layout, param_dtype: torch.dtype) -> Any:
@@ -66,7 +92,7 @@ def emit_gather(emit: Emit, shards: Sequence[Any], layout: Layout, param_dtype: 
 
     The cast comes before the gather: what travels has the compute dtype.
     """
-    local = emit_cast(emit, _stacked(emit, shards), param_dtype)
+    local = emit_cast(emit, emit_stack(emit, shards), param_dtype)
     if not layout.sharded or layout.group_size == 1:
         return local
     dim = layout.dim + (len(shards) > 1)

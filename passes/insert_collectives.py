@@ -23,7 +23,7 @@ from torch import fx
 
 from gtp_compile.passes.anchors import Finalize, Materialize
 from gtp_compile.passes.base import NOTE, PassContext, PassReport
-from gtp_compile.passes.collective_ops import emit_cast, emit_gather, emit_reduce
+from gtp_compile.passes.collective_ops import emit_cast, emit_gather, emit_reduce, emit_stack
 from gtp_compile.passes.emit import GraphEmit, insert_call
 
 __all__ = ["AccumulateNote", "GatherNote", "ReduceNote", "insert_collectives"]
@@ -87,7 +87,7 @@ def _lower_finalize(graph: fx.Graph, anchor: Finalize, positions: dict[fx.Node, 
         grad = anchor.grad
         if len(anchor.shards) > 1 and len(members) < len(anchor.shards):  # some members are frozen
             parts = [emit(aten.select.int, grad, 0, i) for i in members]
-            grad = parts[0] if len(parts) == 1 else emit(aten.stack.default, parts, 0)
+            grad = emit_stack(emit, parts)
         # The wire has the dtype that retype_wgrads gave the gradient; what the rule asks is checked after this pass.
         reduced = emit_reduce(emit, grad, len(members), anchor.layout, grad.meta["val"].dtype)
         inputs = tuple(positions[s] for s in anchor.shards)

@@ -49,7 +49,11 @@ _KINDS: dict[Any, Kind] = {
     **dict.fromkeys((aten.mm.default, aten._grouped_mm.default), "gemm"),
     **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default), "reduce"),
     **dict.fromkeys(
-        (aten.index_put.default, aten._unsafe_index_put.default, aten.embedding_dense_backward.default), "scatter"
+        (
+            aten.index_put.default, aten._unsafe_index_put.default, aten._unsafe_masked_index_put_accumulate.default,
+            aten.index_add.default, aten.scatter_add.default, aten.embedding_dense_backward.default,
+        ),
+        "scatter",
     ),
     **dict.fromkeys(
         (aten.full.default, aten.zeros.default, aten.empty.memory_format, aten.new_zeros.default,

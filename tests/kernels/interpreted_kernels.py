@@ -21,27 +21,38 @@ from gtp_compile.kernels.grouped_wgrad.triton import grouped_wgrad_triton
 ONE_ULP = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-6}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+# Strides do not meet dtypes in the kernels, so each is varied alone: the interpreter takes a tenth of a second a call.
+VARIANTS = [(dtype, "contiguous") for dtype in DTYPES] + [(torch.float32, layout) for layout in LAYOUTS[1:]]
+
+
+@pytest.mark.parametrize(("dtype", "layout"), VARIANTS, ids=[f"{dtype_id(d)}-{layout}" for d, layout in VARIANTS])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_grouped_wgrad(case: Case, dtype: torch.dtype, layout: str) -> None:
     dy = case.matrix(case.n, dtype, layout=layout, seed=1)
     x = case.matrix(case.k, dtype, layout=layout, seed=2)
-    expected = wgrad_float64(dy, x, case.slices)
-    for out_dtype in {dtype, torch.float32}:
-        dw = grouped_wgrad_triton(dy, x, case.offs(), out_dtype)
-        assert dw.dtype == out_dtype and dw.shape == expected.shape
-        assert relative_error(dw, expected) <= ONE_ULP[out_dtype]
-        for expert, count in enumerate(case.counts):
-            assert count or not dw[expert].any()
+    dw = grouped_wgrad_triton(dy, x, case.offs(), torch.float32)
+    assert relative_error(dw, wgrad_float64(dy, x, case.slices)) <= 1e-6
+    for expert, count in enumerate(case.counts):
+        assert count or not dw[expert].any()
 
 
-@pytest.mark.parametrize("layout", ["fprop", "dgrad"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+def test_grouped_wgrad_stores_operand_dtype(dtype: torch.dtype) -> None:
+    case = CASES[3]
+    dy = case.matrix(case.n, dtype, layout="contiguous", seed=1)
+    dw = grouped_wgrad_triton(dy, dy, case.offs(), dtype)
+    assert dw.dtype == dtype
+    assert relative_error(dw, wgrad_float64(dy, dy, case.slices)) <= ONE_ULP[dtype]
+
+
+WEIGHTS = [(dtype, "fprop") for dtype in DTYPES] + [(torch.float32, "dgrad")]
+
+
+@pytest.mark.parametrize(("dtype", "role"), WEIGHTS, ids=[f"{dtype_id(d)}-{role}" for d, role in WEIGHTS])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_grouped_linear(case: Case, dtype: torch.dtype, layout: str) -> None:
+def test_grouped_linear(case: Case, dtype: torch.dtype, role: str) -> None:
     x = case.matrix(case.k, dtype, layout="contiguous", seed=1)
-    if layout == "fprop":
+    if role == "fprop":
         weight = torch.randn(len(case.counts), case.n, case.k).to(dtype)
     else:
         weight = torch.randn(len(case.counts), case.k, case.n).to(dtype).transpose(1, 2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GPU_MARKS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -130,6 +131,11 @@ def skip_without_memory(gib: int) -> None:
     free = torch.cuda.mem_get_info()[0] >> 30
     if free < gib:
         pytest.skip(f"needs {gib} GiB of GPU memory, {free} GiB free")
+
+
+def count_guards(shape_env: ShapeEnv) -> int:
+    """Return how many guards and run-time asserts a symbolic trace has collected."""
+    return len(shape_env.guards) + sum(len(asserts) for asserts in shape_env.deferred_runtime_asserts.values())
 
 
 class OpCounter(TorchDispatchMode):
