@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
@@ -21,6 +22,7 @@ __all__ = [
     "FakeTensor",
     "compile_fx",
     "compile_fx_inner",
+    "fake_store",
     "fresh_compilation",
     "is_inductor_option",
     "list_mode_options",
@@ -51,6 +53,13 @@ def fresh_compilation() -> Iterator[None]:
     """
     with dynamo_config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
         yield
+
+
+def fake_store() -> Any:
+    """The store of a process group whose collectives do nothing; importing it registers the "fake" backend."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
 
 
 def trace_artifact(name: str, text: str) -> None:

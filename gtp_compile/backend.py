@@ -96,6 +96,7 @@ def _with_bookkeeping(compiled: Callable[..., Any], captured: list[CapturedGraph
         leaves = [a for a in args if isinstance(a, ComputeLeaf)]
         for graph in captured:
             graph.calls.append(tuple(a.fqn if isinstance(a, ComputeLeaf) else "" for a in args))
+            graph.inputs = args if graph.joint is not None else ()
         out = compiled(*args)
         trained = [leaf for leaf in leaves if leaf.requires_grad and leaf.main_grad is not None]
         if trained and torch.is_grad_enabled():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import copy
 import difflib
 import logging
 import os
+import warnings
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -13,7 +15,7 @@ from torch import fx
 from gtp_compile._compat import trace_artifact
 from gtp_compile.passes.base import PassReport
 
-__all__ = ["GraphLog", "PassRun", "count_ops", "graph_text"]
+__all__ = ["GraphLog", "PassRun", "copy_module", "count_ops", "graph_text"]
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +24,13 @@ def graph_text(gm: fx.GraphModule) -> str:
     """The graph as readable Python, each value with its dtype and shape."""
     text = gm.print_readable(print_output=False, include_stride=False, include_device=False)
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
+
+
+def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """An independent copy of a graph, metadata included."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch's own pytree, when it is copied
+        return copy.deepcopy(gm)
 
 
 def count_ops(graph: fx.Graph) -> collections.Counter[str]:

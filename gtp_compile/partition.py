@@ -6,7 +6,6 @@ compile caches (a `joint_custom_pass` is in neither: a warm cache skips it, and 
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import logging
@@ -20,7 +19,7 @@ from torch import fx
 from gtp_compile._compat import CustomPartitionerFn, min_cut_rematerialization_partition
 from gtp_compile.checks import check_saved
 from gtp_compile.config import GtpOptions
-from gtp_compile.graph_log import GraphLog, graph_text
+from gtp_compile.graph_log import GraphLog, copy_module, graph_text
 from gtp_compile.passes.base import Pass, PassContext
 from gtp_compile.passes.describe import GroupInfo, check_dtypes, describe_groups, describe_wire
 from gtp_compile.pipeline import BACKWARD_PASSES, INFERENCE_PASSES, JOINT_PASSES, VERIFY_PASSES
@@ -75,7 +74,7 @@ class GtpPartitioner(CustomPartitionerFn):
         captured = CapturedGraph(graph_log, num_fwd_outputs=num_fwd_outputs)
         if session is not None:
             session.graphs.append(captured)
-            captured.joint = copy.deepcopy(gm) if session.keep_joint else None
+            captured.joint = copy_module(gm) if session.keep_joint else None
         record = session is not None and session.record
         ctx = PassContext(
             "joint", num_fwd_outputs, programs=session.programs if session is not None and record else None

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -28,12 +29,15 @@ class CapturedGraph:
         calls: for each run of the graph, the names of its inputs ("" where an input is no weight); equal layers share
             one graph, so a graph may have several calls with different names.
         joint: the joint graph before the first pass, where the session asked for it.
+        inputs: what the graph was last called with, likewise.
+        num_fwd_outputs: how many outputs of the joint graph are the forward's.
     """
 
     log: GraphLog
     groups: list[GroupInfo] = field(default_factory=list)
     calls: list[tuple[str, ...]] = field(default_factory=list)
     joint: fx.GraphModule | None = None
+    inputs: tuple[Any, ...] = ()
     num_fwd_outputs: int = 0
 
 

@@ -1,0 +1,98 @@
+"""Run a function on several real (gloo) ranks, from a pool of processes that outlives one test.
+
+Importing torch and Dynamo costs each process seconds, so the processes are kept. Between two calls Dynamo is reset and
+every random generator seeded; a rank that fails or hangs ends its pool, and the next call starts a new one.
+"""
+
+import atexit
+import multiprocessing
+import os
+import random
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+_SPAWN = multiprocessing.get_context("spawn")
+_POOLS: dict[int, "Pool"] = {}
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
+    """Call `fn(rank, *args)` on every rank of a gloo group and return what each returned, by rank.
+
+    `fn` is a module-level function of a test module; arguments and results are pickled. Inside it `torch.distributed`
+    is initialised. An exception on a rank is raised here with its traceback; so is a hang.
+    """
+    pool = _POOLS.get(world_size)
+    if pool is None:
+        pool = _POOLS[world_size] = Pool(world_size)
+    try:
+        return pool.call(fn, args, timeout)
+    except BaseException:
+        _POOLS.pop(world_size).close()
+        raise
+
+
+class Pool:
+    """`world_size` processes, each one rank of a gloo group."""
+
+    def __init__(self, world_size: int) -> None:
+        self._store = tempfile.NamedTemporaryFile(prefix="gtp_ranks_", delete=False).name  # noqa: SIM115
+        self._ends: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = _SPAWN.Pipe()
+            process = _SPAWN.Process(target=_serve, args=(rank, world_size, self._store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+        atexit.register(self.close)
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        for end in self._ends:
+            end.send((fn, args))
+        results: list[Any] = []
+        failures = []
+        for rank, end in enumerate(self._ends):
+            # After one failure the others may wait for it in a collective for ever.
+            if not end.poll(timeout if not failures else 5.0):
+                failures.append(f"rank {rank}: no answer in {timeout:.0f} s")
+                continue
+            try:
+                ok, value = end.recv()
+            except EOFError:
+                ok, value = False, "the process died"
+            results.append(value)
+            if not ok:
+                failures.append(f"rank {rank}:\n{value}")
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        if os.path.exists(self._store):
+            os.unlink(self._store)
+
+
+def _serve(rank: int, world_size: int, store: str, end: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    while True:
+        try:
+            fn, args = end.recv()
+        except EOFError:
+            return
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        random.seed(0)
+        try:
+            end.send((True, fn(rank, *args)))
+        except BaseException:
+            end.send((False, traceback.format_exc()))
