@@ -9,9 +9,11 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from gtp_compile.passes.base import NOTE
 from gtp_compile.passes.emit import values
 from gtp_compile.passes.insert_collectives import GatherNote
-from gtp_compile.passes.base import NOTE
+from gtp_compile.passes.order_collectives import is_collective_start
+from gtp_compile.passes.wgrad_patterns import kind_of
 
 __all__ = ["check_graph", "check_metadata", "check_saved"]
 
@@ -30,18 +32,13 @@ def check_graph(gm: fx.GraphModule) -> None:
             continue
         if "val" not in node.meta and node.target is not operator.getitem:
             raise RuntimeError(f"{node.format_node()}: has no meta['val']; insert nodes with passes.emit.insert_call")
-        if _is_start(node):
+        if is_collective_start(node):
             waits = [u for u in node.users if u.target is _WAIT]
             if len(waits) != 1 or len(node.users) != 1:
                 raise RuntimeError(
                     f"{node.format_node()}: a collective needs exactly one wait as its only user, it has {len(waits)} "
                     f"among {len(node.users)} users"
                 )
-
-
-def _is_start(node: fx.Node) -> bool:
-    namespace = getattr(node.target, "namespace", None)
-    return namespace == "_c10d_functional" and node.target is not _WAIT
 
 
 def check_metadata(gm: fx.GraphModule) -> None:
@@ -73,7 +70,12 @@ def check_saved(forward: fx.GraphModule, num_fwd_outputs: int) -> None:
     Raises:
         RuntimeError: the message names the saved value.
     """
-    saved = list(forward.graph.output_node().args[0])[num_fwd_outputs:]  # type: ignore[arg-type]
-    for node in saved:
-        if isinstance(node, fx.Node) and isinstance(node.meta.get(NOTE), GatherNote):
+    gathered: set[fx.Node] = set()
+    for node in forward.graph.nodes:
+        inputs = node.all_input_nodes
+        view = bool(inputs) and all(a in gathered for a in inputs) and kind_of(node) in ("view", "cast", "list")
+        if isinstance(node.meta.get(NOTE), GatherNote) or view:
+            gathered.add(node)
+    for node in list(forward.graph.output_node().args[0])[num_fwd_outputs:]:  # type: ignore[arg-type]
+        if node in gathered:
             raise RuntimeError(f"{node.name}: forward would keep a gathered weight alive until backward")

@@ -31,6 +31,10 @@ class GtpOptions:
     accumulate_into_main_grad: bool = False
 
 
+# Without the first two no gradient reaches its main_grad; without the third ranks may wait for each other.
+_INDISPENSABLE = frozenset({"insert_collectives", "accumulate_main_grads", "order_collectives"})
+
+
 def parse_options(mode: str | None, options: dict[str, Any] | None) -> tuple[GtpOptions, dict[str, Any]]:
     """Split what the user passed into our options and Inductor's config patches.
 
@@ -66,10 +70,10 @@ def parse_options(mode: str | None, options: dict[str, Any] | None) -> tuple[Gtp
     for name in result.disable:
         if name not in PASS_NAMES:
             raise ValueError(f"backend 'gtp': option disable: no pass {name!r}; known are {', '.join(PASS_NAMES)}")
-    if {"insert_collectives", "accumulate_main_grads"} & set(result.disable):
+    if needed := _INDISPENSABLE & set(result.disable):
         raise ValueError(
-            "backend 'gtp': option disable: without insert_collectives or accumulate_main_grads no gradient would "
-            "reach its main_grad; run single passes with gtp_compile.testing.run_pass instead"
+            f"backend 'gtp': option disable: training is wrong without {', '.join(sorted(needed))}; "
+            "run single passes with gtp_compile.testing instead"
         )
     return result, patches
 

@@ -22,6 +22,7 @@ from gtp_compile.config import GtpOptions
 from gtp_compile.graph_log import GraphLog, copy_module, graph_text
 from gtp_compile.passes.base import Pass, PassContext
 from gtp_compile.passes.describe import GroupInfo, check_dtypes, describe_groups, describe_wire
+from gtp_compile.passes.order_collectives import JointOrder
 from gtp_compile.pipeline import BACKWARD_PASSES, INFERENCE_PASSES, JOINT_PASSES, VERIFY_PASSES
 from gtp_compile.runner import run_passes
 from gtp_compile.session import CapturedGraph, current_session
@@ -81,9 +82,12 @@ class GtpPartitioner(CustomPartitionerFn):
         )
         graph_log.captured("joint", graph_text(gm) if graph_log.wants_text else "")
         captured.groups = self._joint(gm, ctx, graph_log, record)
+        order = JointOrder(gm.graph, num_fwd_outputs)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        check_saved(forward, num_fwd_outputs)
-        run_passes(backward, self._enabled(BACKWARD_PASSES), PassContext("backward"), graph_log)
+        if "recompute_gathers" not in self.options.disable:
+            check_saved(forward, num_fwd_outputs)
+        backward_ctx = PassContext("backward", joint_order=order)
+        run_passes(backward, self._enabled(BACKWARD_PASSES), backward_ctx, graph_log)
         return forward, backward
 
     def _joint(self, gm: fx.GraphModule, ctx: PassContext, graph_log: GraphLog, record: bool) -> list[GroupInfo]:

@@ -5,6 +5,7 @@ from gtp_compile.passes import (
     fuse_wgrads,
     group_wgrads,
     insert_collectives,
+    order_collectives,
     recompute_gathers,
     retype_wgrads,
 )
@@ -22,8 +23,11 @@ JOINT_PASSES: tuple[Pass, ...] = (
     recompute_gathers,  # last: it tags what the one before inserted, and views of it that the user's code made
 )
 
-# After the partition, in the backward graph: the first mutation of the whole pipeline.
-BACKWARD_PASSES: tuple[Pass, ...] = (accumulate_main_grads,)
+# After the partition, in the backward graph.
+BACKWARD_PASSES: tuple[Pass, ...] = (
+    accumulate_main_grads,  # the first mutation of the whole pipeline
+    order_collectives,  # last: nothing may move a collective behind it
+)
 
 # Under no_grad there is no joint graph and no partition.
 INFERENCE_PASSES: tuple[Pass, ...] = (insert_collectives,)

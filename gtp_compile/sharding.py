@@ -172,6 +172,11 @@ def _placement(place: _Place, shard_fn: ShardFn, mesh: DeviceMesh) -> Shard | Re
         raise ValueError(f"{fqn}: only floating-point parameters are placed, this one is {param.dtype}; return None")
     if param.is_meta:
         raise ValueError(f"{fqn}: is on the meta device; give the model memory first (to_empty) and initialise it")
+    if isinstance(place.module, nn.RNNBase):
+        raise ValueError(
+            f"{fqn}: {type(place.module).__name__} keeps its weights in a list of its own, which gtp_compile can't "
+            "follow; let shard_fn return None for it and reduce its gradients with DistributedDataParallel"
+        )
     if isinstance(placement, Replicate):
         return placement
     dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
@@ -300,7 +305,8 @@ def _sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
     body.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
     body["_gtp_original"] = cls
     body["__reduce_ex__"] = _refuse_pickle
-    body["_apply"] = _apply
+    body["_apply"] = _refuse_move
+    body["register_parameter"] = _register_parameter
     return type(cls.__name__, (cls,), body)
 
 
@@ -320,8 +326,18 @@ def _refuse_pickle(self: nn.Module, protocol: Any) -> Any:
     )
 
 
-def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def _refuse_move(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     raise NotImplementedError(
         f"{type(self).__name__}: a sharded module can't be moved or cast (.to, .cuda, .half, to_empty); do it before "
         "gtp_compile.shard, and choose the dtype to compute in with its param_dtype"
     )
+
+
+def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
+    """Assignment to a placed weight (also by `load_state_dict(assign=True)`) would part it from its leaf."""
+    if name in self._gtp_leaves and param is not self._parameters[name]:
+        raise ValueError(
+            f"{self._gtp_leaves[name].fqn}: a sharded parameter can't be replaced; write into it (copy_, "
+            "load_state_dict without assign), or change the module before gtp_compile.shard"
+        )
+    self._gtp_original.register_parameter(self, name, param)

@@ -9,6 +9,7 @@ from gtp_compile.passes.base import PassContext, PassReport
 from gtp_compile.passes.fuse_wgrads import fuse_wgrads
 from gtp_compile.passes.group_wgrads import group_wgrads
 from gtp_compile.passes.insert_collectives import insert_collectives
+from gtp_compile.passes.order_collectives import order_collectives
 from gtp_compile.passes.recompute_gathers import recompute_gathers
 from gtp_compile.passes.retype_wgrads import retype_wgrads
 
@@ -19,6 +20,7 @@ __all__ = [
     "fuse_wgrads",
     "group_wgrads",
     "insert_collectives",
+    "order_collectives",
     "recompute_gathers",
     "retype_wgrads",
 ]

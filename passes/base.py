@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import fx
+
+if TYPE_CHECKING:
+    from gtp_compile.passes.order_collectives import JointOrder
 
 __all__ = ["NOTE", "Pass", "PassContext", "PassReport", "Phase", "Skip", "WgradNote", "note_of"]
 
@@ -20,13 +23,14 @@ class PassContext:
     Attributes:
         phase: which graph this is.
         num_fwd_outputs: how many outputs of a joint graph are the forward's (0 in other phases).
-        record: insert `gtp::record` for `verify`; `programs` then collects the chains to replay.
+        programs: collects the chains that `verify` replays; None where nothing is recorded.
+        joint_order: for a backward graph, the order of the joint graph it came from.
     """
 
     phase: Phase
     num_fwd_outputs: int = 0
-    record: bool = False
     programs: "list[fx.Graph] | None" = None
+    joint_order: "JointOrder | None" = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from torch import fx
 from gtp_compile.passes.anchors import Finalize
 from gtp_compile.passes.base import NOTE, PassContext, PassReport, WgradNote
 from gtp_compile.passes.emit import insert_call
+from gtp_compile.passes.ordering import stable_sort
 from gtp_compile.passes.wgrad_patterns import find_chain
 
 __all__ = ["group_wgrads"]
@@ -105,29 +106,5 @@ def _merge_uses(graph: fx.Graph, uses: list[Finalize]) -> str:
         graph.erase_node(term)
     for anchor in others:
         graph.erase_node(anchor.node)
-    _sort(graph)
+    stable_sort(graph)
     return ""
-
-
-def _sort(graph: fx.Graph) -> None:
-    """Restore definition before use, changing the order no more than that takes."""
-    placed: set[fx.Node] = set()
-    order: list[fx.Node] = []
-
-    for start in graph.nodes:
-        stack = [start]
-        while stack:
-            node = stack[-1]
-            if node in placed:
-                stack.pop()
-                continue
-            missing = [a for a in node.all_input_nodes if a not in placed]
-            if missing:
-                stack += reversed(missing)
-            else:
-                placed.add(node)
-                order.append(stack.pop())
-    cursor = order[0]
-    for node in order[1:]:
-        cursor.append(node)
-        cursor = node

@@ -93,7 +93,7 @@ class _Retype:
             return insert_call(self.graph, node.target, args, like=node)
         a, b, *offs = node.args
         dy = transposed(a) or insert_call(self.graph, aten.permute.default, (a, [1, 0]), like=node)  # type: ignore[arg-type]
-        if node.target is aten.mm.default:
+        if node.target is not aten._grouped_mm.default:
             return insert_call(self.graph, gtp.dense_wgrad.default, (dy, b, self.dtype), like=node)
         return insert_call(self.graph, gtp.grouped_wgrad.default, (dy, b, offs[0], self.dtype), like=node)
 

@@ -1,6 +1,6 @@
 """Finder: from the gradient that reaches an anchor back to what computed it. Pure; edits nothing.
 
-    mm(dy^T, x)                                   dense GEMM
+    mm(dy^T, x)                                   dense GEMM (of one row: mul(dy^T, x))
     _grouped_mm(dy^T, x, offs)      2-D x 2-D     grouped GEMM            [E, N, K]
     _grouped_mm(x^T, dy, offs)      2-D x 2-D     the same, transposed    [E, K, N]
     gtp::dense_wgrad, gtp::grouped_wgrad          our own, typed already
@@ -24,7 +24,7 @@ from torch import fx
 
 from gtp_compile.passes.base import Skip
 
-__all__ = ["Chain", "Kind", "find_chain", "is_grouped_wgrad_mm", "kind_of", "transposed"]
+__all__ = ["Chain", "Kind", "find_chain", "is_grouped_wgrad_mm", "is_outer_product", "kind_of", "transposed"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -99,6 +99,8 @@ def kind_of(node: fx.Node) -> Kind | None:
     if node.target in _own_gemms():
         return "gemm"
     kind = _KINDS.get(node.target)
+    if is_outer_product(node):
+        return "gemm"
     if kind == "gemm" and node.target is aten._grouped_mm.default and not is_grouped_wgrad_mm(node):
         return None
     if kind == "scale" and any(isinstance(a, fx.Node) for a in node.args[1:]):
@@ -119,6 +121,14 @@ def is_grouped_wgrad_mm(node: fx.Node) -> bool:
         and bool(rest)
         and rest[0] is not None
     )
+
+
+def is_outer_product(node: fx.Node) -> bool:
+    """Whether a multiplication is the wgrad of a single row, `[N, 1] * [1, K]`: Inductor writes that GEMM so."""
+    if node.target is not aten.mul.Tensor or not all(isinstance(a, fx.Node) for a in node.args):
+        return False
+    a, b = (tuple(arg.meta["val"].shape) for arg in node.args)  # type: ignore[union-attr]
+    return len(a) == len(b) == 2 and a[1] == 1 and b[0] == 1 and a[0] != 1 and b[1] != 1
 
 
 def transposed(node: fx.Node) -> fx.Node | None:

@@ -66,6 +66,7 @@ CASES = (
     Case("single", (1,), n=1, k=1),
     Case("one_row_each", (1,) * 9, n=5, k=33),
     Case("no_features", (4, 2), n=6, k=0, tail=1),
+    Case("no_experts", (), n=6, k=4, tail=5),
 )
 
 
