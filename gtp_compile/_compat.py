@@ -9,8 +9,10 @@ from typing import Any
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+import torch.distributed as dist
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import CompileContext
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -22,8 +24,10 @@ __all__ = [
     "FakeTensor",
     "compile_fx",
     "compile_fx_inner",
+    "compile_name",
     "fake_store",
     "fresh_compilation",
+    "is_first_rank",
     "is_inductor_option",
     "list_mode_options",
     "make_boxed_func",
@@ -55,6 +59,17 @@ def fresh_compilation() -> Iterator[None]:
         yield
 
 
+def compile_name() -> str:
+    """A name for the graph that is being compiled, after torch's own numbering ("0/1" in its logs)."""
+    compile_id = CompileContext.current_compile_id()
+    return "graph" if compile_id is None else f"graph_{compile_id}".replace("/", "_")
+
+
+def is_first_rank() -> bool:
+    """Whether this process writes files for all ranks."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def fake_store() -> Any:
     """The store of a process group whose collectives do nothing; importing it registers the "fake" backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -64,6 +79,4 @@ def fake_store() -> Any:
 
 def trace_artifact(name: str, text: str) -> None:
     """Add a text to the TORCH_TRACE log (read by tlparse), under the compilation that is running."""
-    trace_structured(
-        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text
-    )
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)

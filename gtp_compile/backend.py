@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
-from gtp_compile._compat import compile_fx, compile_fx_inner, make_boxed_func, uncached
+from gtp_compile._compat import compile_fx, compile_fx_inner, compile_name, make_boxed_func, uncached
 from gtp_compile.config import GtpOptions, parse_options
 from gtp_compile.parameters import ComputeLeaf, prepare_accumulation
 from gtp_compile.partition import GtpPartitioner, lower_inference
@@ -17,8 +16,9 @@ from gtp_compile.session import CapturedGraph, current_session
 
 __all__ = ["gtp"]
 
+Compiled = Callable[..., Any]
+
 _ANCHOR = torch.ops.gtp.materialize.default
-_COUNTER = itertools.count()
 
 
 def gtp(
@@ -27,7 +27,7 @@ def gtp(
     *,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
-) -> Callable[..., Any]:
+) -> Compiled:
     """Compile one Dynamo graph: `torch.compile(model, backend="gtp", options={...})`.
 
     Args:
@@ -39,13 +39,13 @@ def gtp(
         ValueError: an unknown option or mode.
     """
     opts, patches = parse_options(mode, options)
-    inner = _InnerCompile(opts, f"graph_{next(_COUNTER)}")
+    inner = _InnerCompile(opts, compile_name())
     if not _has_anchor(gm):
         # Not one of our patches: the graph shares its cache entry with backend="inductor".
         if opts.inner == "inductor":
-            return compile_fx(gm, example_inputs, config_patches=patches or None)
+            return cast(Compiled, compile_fx(gm, example_inputs, config_patches=patches or None))
         with uncached():
-            return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches or None)
+            return cast(Compiled, compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches or None))
     patches["custom_partitioner_fn"] = GtpPartitioner(opts, inner.graph_name)
     session = current_session()
     known = len(session.graphs) if session is not None else 0
@@ -53,7 +53,7 @@ def gtp(
         # What somebody watches, or dumps, must be compiled; and an interpreter can't be saved.
         with uncached():
             patches["fx_graph_cache"] = False
-            compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+            compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
     else:
         compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
     captured = session.graphs[known:] if session is not None else []

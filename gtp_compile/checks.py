@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from gtp_compile.passes.base import NOTE
+from gtp_compile.passes.base import NOTE, outputs_of
 from gtp_compile.passes.emit import values
 from gtp_compile.passes.insert_collectives import GatherNote
 from gtp_compile.passes.order_collectives import is_collective_start
@@ -76,6 +76,6 @@ def check_saved(forward: fx.GraphModule, num_fwd_outputs: int) -> None:
         view = bool(inputs) and all(a in gathered for a in inputs) and kind_of(node) in ("view", "cast", "list")
         if isinstance(node.meta.get(NOTE), GatherNote) or view:
             gathered.add(node)
-    for node in list(forward.graph.output_node().args[0])[num_fwd_outputs:]:  # type: ignore[arg-type]
+    for node in outputs_of(forward.graph)[num_fwd_outputs:]:
         if node in gathered:
             raise RuntimeError(f"{node.name}: forward would keep a gathered weight alive until backward")

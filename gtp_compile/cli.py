@@ -20,6 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit(
             2, f"gtp-compile demo: needs {' and '.join(missing)}; pip install 'gtp-compile[demo]' brings them\n"
         )
+    try:
+        return _demo(args)
+    except KeyboardInterrupt:
+        print("gtp-compile demo: interrupted", file=sys.stderr)
+        return 130
+
+
+def _demo(args: argparse.Namespace) -> int:
     # Late, like all that needs torch: --help and a mistyped option answer at once.
     from gtp_compile.demo import DemoError, run_demo
 
@@ -28,9 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DemoError as error:
         print(f"gtp-compile demo: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("gtp-compile demo: interrupted", file=sys.stderr)
-        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,9 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="train a small Qwen3-MoE on several ranks and show the errors of its weight gradients",
-        description="Train a small Hugging Face Qwen3-MoE on several ranks of this machine (GPUs where there are enough, "
-        "CPU processes otherwise), beside a single-process twin in plain PyTorch; then show how far each weight "
-        "gradient is from float64, with and without retyping.",
+        description="Train a small Hugging Face Qwen3-MoE on several ranks of this machine (GPUs where there are "
+        "enough, CPU processes otherwise), beside a single-process twin in plain PyTorch; then show how far each "
+        "weight gradient is from float64, with and without retyping.",
         epilog="Exit code: 0 if training agrees with its twin and the gradients are right, 1 if not or if a rank "
         "failed, 2 for a wrong argument, 130 if interrupted.",
     )
@@ -58,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "--inner",
         choices=("inductor", "eager"),
         default="inductor",
-        help="what runs the rewritten graphs: compiled code (default), or PyTorch's operators one by one (starts sooner)",
+        help="what runs the rewritten graphs: compiled code (default), or one operator after another (starts sooner)",
     )
     demo.add_argument("--json", metavar="FILE", help="write losses, dtypes and errors there")
     demo.add_argument(

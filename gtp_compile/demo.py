@@ -98,9 +98,13 @@ def _prepare_outputs(json_file: str | None, graphs: Path) -> None:
     try:
         graphs.mkdir(parents=True, exist_ok=True)
         if json_file is not None:
-            Path(json_file).parent.mkdir(parents=True, exist_ok=True)
-            with open(json_file, "a"):
+            file = Path(json_file)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new = not file.exists()
+            with open(file, "a"):
                 pass
+            if new:
+                file.unlink()
     except OSError as error:
         raise DemoError(f"can't write {error.filename}: {error.strerror}; choose another --json or --graphs") from None
     # An earlier run's graphs, by the names that the backend gives: mixed with new ones they would mislead.
@@ -197,25 +201,27 @@ def check(report: dict[str, Any], device: str) -> list[Check]:
 
 
 def _show(console: Console, report: dict[str, Any], checks: list[Check], json_file: str | None) -> None:
-    ascii_only = console.options.ascii_only
+    tables = [
+        loss_table(report["loss"], report["twin_loss"], console.options.ascii_only),
+        pass_table(report["passes"]),
+        error_table("Weight gradients of GEMMs: dtype of the sum, error", report["groups"], console.width),
+        error_table("Norms, biases, embeddings: dtype of the sum, error", report["others"], console.width),
+    ]
+    for table in tables:
+        console.print()
+        console.print(table)
+    console.print("error: of one step's change of main_grad, relative to float64 from the same operands", style="dim")
     console.print()
-    console.print(loss_table(report["loss"], report["twin_loss"], ascii_only))
-    console.print(pass_table(report["passes"]))
-    console.print(error_table("Weight gradients of GEMMs, error against float64", report["groups"]))
-    console.print(error_table("Other gradients: norms, biases, embeddings", report["others"]))
-    console.print(
-        "error: relative, of one step's change of main_grad against the same operands in float64, over all ranks\n",
-        style="dim",
-    )
     for c in checks:
         words = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("not judged", "yellow")}
-        word, style = words[c.passed]
-        note = f" (fewer than {JUDGED_STEPS} steps)" if c.passed is None else ""
-        console.print(Text.assemble((f"{word:<6}", style), f"  {c.text}{note}"))
+        note = f" (it takes {JUDGED_STEPS} steps)" if c.passed is None else ""
+        console.print(Text.assemble(words[c.passed], f"  {c.text}{note}"))
     files = sum(1 for _ in Path(report["graphs"]).rglob("*.*"))
-    console.print(
-        Text.assemble(("graphs", "cyan"), f"  {report['graphs']} ({files} files: before and after each pass)")
-    )
-    if json_file is not None:
-        console.print(Text.assemble(("JSON", "cyan"), f"    {json_file}"))
-    console.print(Text.assemble(("time", "cyan"), f"    {report['seconds']['total']:.0f} s"))
+    lines = {
+        "graphs": f"{report['graphs']} ({files} files: before and after each pass)",
+        "JSON": json_file,
+        "time": f"{report['seconds']['total']:.0f} s",
+    }
+    for name, text in lines.items():
+        if text is not None:
+            console.print(Text.assemble((f"{name:<6}", "cyan"), f"  {text}"), soft_wrap=True)

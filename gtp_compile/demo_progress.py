@@ -125,7 +125,7 @@ def header(settings: DemoSettings, started: Started, ascii_only: bool = False) -
     )
     per_rank = settings.microbatches * settings.batch * settings.sequence
     rows = {
-        "model": f"{started.model} of transformers {transformers.__version__}, untouched: {started.parameters:,} parameters",
+        "model": f"{started.model} of transformers {transformers.__version__}, {started.parameters:,} parameters",
         "weights": "float32 shards; gathered and computed with as bfloat16; gradients summed in float32",
         "ranks": f"{settings.ranks} x {started.device}{threads}, {backend}",
         "compiler": f'torch.compile(backend="gtp") of torch {torch.__version__}, inner {settings.inner}',

@@ -17,25 +17,27 @@ __all__ = ["error_table", "loss_table", "pass_table"]
 # What a person should see at a glance: float32's rounding, bfloat16's, or something between.
 _GOOD, _BAD = 1e-5, 1e-3
 
+# Columns.
+_NARROW = 100
+
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 
 
-def _table(title: str, caption: str = "") -> Table:
+def _table(title: str) -> Table:
     return Table(
         title=title,
-        caption=caption or None,
         title_justify="left",
-        caption_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
-        pad_edge=False,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
     )
 
 
 def loss_table(loss: list[float], twin_loss: list[float], ascii_only: bool = False) -> Table:
     """The losses of the first, every fifth and the last step."""
     last = len(loss)
-    table = _table("Loss", "twin: one process, plain eager PyTorch, the same global batches")
+    table = _table("Loss, beside that of one process in plain PyTorch")
     for name in ("step", "loss", "twin", "distance"):
         table.add_column(name, justify="right")
     table.add_column("")
@@ -49,35 +51,36 @@ def loss_table(loss: list[float], twin_loss: list[float], ascii_only: bool = Fal
     return table
 
 
-def error_table(title: str, rows: list[dict[str, Any]]) -> Table:
-    """One row a weight group: where it lies, what travels, and its error with and without retyping.
+def error_table(title: str, rows: list[dict[str, Any]], width: int) -> Table:
+    """One row a weight group: where it lies, what it sends, in which dtype that is summed, and the error.
 
     Args:
         rows: as in the JSON file.
+        width: of the console; a narrow one gets fewer columns.
     """
     table = _table(title)
     table.add_column("weight group", overflow="fold")
     table.add_column("placed", no_wrap=True)
-    table.add_column("KiB sent", justify="right")
-    table.add_column("summed in", justify="right")
-    table.add_column("error", justify="right")
-    table.add_column("without retyping", justify="right")
-    table.add_column("times", justify="right", style="dim")
+    table.add_column("KiB", justify="right", no_wrap=True)
+    table.add_column("retyped", justify="right", no_wrap=True)
+    table.add_column("not retyped", justify="right", no_wrap=True)
+    table.add_column("worse by", justify="right", style="dim", no_wrap=True)
     for row in rows:
         more = f" +{len(row['weights']) - 1}" if len(row["weights"]) > 1 else ""
         error, unretyped = row["error"], row["error_unretyped"]
-        worse = f"{unretyped / error:,.0f}" if error and unretyped and unretyped > error else ""
+        worse = f"x {unretyped / error:,.0f}" if error and unretyped and unretyped > error else ""
         table.add_row(
             Text(row["leader"] + more),
-            row["layout"].split(" over")[0],
+            row["layout"].split(" over")[0].removesuffix("()"),
             f"{row['wire_bytes'] / 1024:,.1f}",
-            _dtype(row["sum_dtype"]),
-            _error(error),
-            Text.assemble(_dtype(row["sum_dtype_unretyped"]), "  ", _error(unretyped)),
+            _sum(row["sum_dtype"], error),
+            _sum(row["sum_dtype_unretyped"], unretyped),
             worse,
         )
         if not row["matched"]:
             table.add_row(Text(f"  {row['reason']}", style="yellow"))
+    if width < _NARROW:
+        table.columns = [c for c in table.columns if c.header not in ("KiB", "worse by")]
     return table
 
 
@@ -93,11 +96,9 @@ def pass_table(passes: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _dtype(name: str | None) -> str:
-    return "-" if name is None else _SHORT.get(name, name)
-
-
-def _error(error: float | None) -> Text:
+def _sum(dtype: str | None, error: float | None) -> Text:
+    """A sum's dtype and its error, green where that is float32's rounding, red where it is bfloat16's."""
     if error is None:
         return Text("-", style="dim")
-    return Text(f"{error:.1e}", style="green" if error <= _GOOD else "red" if error >= _BAD else "yellow")
+    style = "green" if error <= _GOOD else "red" if error >= _BAD else "yellow"
+    return Text.assemble((_SHORT.get(dtype or "", dtype or ""), "dim"), f"  {error:.1e}", style=style)

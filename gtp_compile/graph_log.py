@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from gtp_compile._compat import trace_artifact
+from gtp_compile._compat import is_first_rank, trace_artifact
 from gtp_compile.passes.base import PassReport
 
 __all__ = ["GraphLog", "PassRun", "copy_module", "count_ops", "graph_text"]
@@ -74,8 +74,8 @@ class GraphLog:
     """The runs of all passes on one captured graph, in order; writes them where they are wanted.
 
     Attributes:
-        name: e.g. "graph_0"; the folder below `debug_dir`.
-        debug_dir: where texts go, or None.
+        name: e.g. "graph_0_0", as torch numbers compilations; the folder below `debug_dir`.
+        debug_dir: where the first rank's texts go, or None.
         keep_text: keep the texts in `runs`, for `explain`.
     """
 
@@ -112,7 +112,7 @@ class GraphLog:
         suffix = "diff" if label.endswith(".diff") else "py"
         name = f"{len(self.runs):02d}_{label}.{suffix}".replace(".diff.diff", ".diff")
         trace_artifact(f"gtp_{self.name}_{name}", head + text)
-        if self.debug_dir is not None:
+        if self.debug_dir is not None and is_first_rank():
             folder = os.path.join(self.debug_dir, self.name)
             os.makedirs(folder, exist_ok=True)
             path = os.path.join(folder, name)

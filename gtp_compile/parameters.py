@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["ComputeLeaf", "ShardedParameter", "materialize_leaves", "pair", "prepare_accumulation"]
+__all__ = ["ComputeLeaf", "ShardedParameter", "local_of", "materialize_leaves", "pair", "prepare_accumulation"]
 
 
 class ComputeLeaf(nn.Parameter):
@@ -196,8 +196,8 @@ def prepare_accumulation(leaf: ComputeLeaf) -> None:
     elif param.grad is None:
         main_grad.zero_()
         _alias(leaf, main_grad)
-    elif param.grad._local_tensor.data_ptr() != main_grad.data_ptr():
-        main_grad.copy_(param.grad._local_tensor)
+    elif local_of(param.grad).data_ptr() != main_grad.data_ptr():
+        main_grad.copy_(local_of(param.grad))
         _alias(leaf, main_grad)
 
 
@@ -205,6 +205,13 @@ def _alias(leaf: ComputeLeaf, main_grad: Tensor) -> None:
     param = leaf.registered
     param.grad = _like(param, main_grad)
     leaf._aliased = main_grad
+
+
+def local_of(t: Tensor) -> Tensor:
+    """This rank's part of a DTensor, as the DTensor holds it (`to_local` would hand out another object)."""
+    part = getattr(t, "_local_tensor", t)
+    assert isinstance(part, Tensor)
+    return part
 
 
 def _like(param: ShardedParameter, local: Tensor) -> DTensor:
@@ -238,4 +245,4 @@ def _deliver(leaf: ComputeLeaf, reduced: Tensor) -> None:
     elif param.grad is None:
         param.grad = _like(param, reduced.to(param.dtype))
     else:
-        param.grad._local_tensor.add_(reduced)
+        local_of(param.grad).add_(reduced)

@@ -13,7 +13,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from gtp_compile._compat import CustomPartitionerFn, min_cut_rematerialization_partition
@@ -39,7 +38,8 @@ def source_hash() -> str:
     import gtp_compile.passes
 
     digest = hashlib.sha256()
-    for root in (*gtp_compile.kernels.__path__, *gtp_compile.passes.__path__, pathlib.Path(__file__).parent):
+    roots = [*gtp_compile.kernels.__path__, *gtp_compile.passes.__path__, str(pathlib.Path(__file__).parent)]
+    for root in roots:
         for path in sorted(pathlib.Path(root).rglob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
@@ -62,9 +62,15 @@ class GtpPartitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         return f"{source_hash()} {self.options}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GtpPartitioner:
+        return self  # immutable; torch copies its configuration now and then
+
     def __getstate__(self) -> dict[str, Any]:
-        # Equal graphs must have equal keys, whichever came first in its process.
-        return {"options": self.options, "uuid": self.uuid()}
+        # Equal graphs must have equal keys, whichever came first in its process: no name. All sources, though.
+        return {"options": self.options, "source": source_hash()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.options, self.graph_name = state["options"], "graph"
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any

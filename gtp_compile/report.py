@@ -137,12 +137,21 @@ def table(rows: Sequence[Row], errors: dict[str, Sequence[float | None]] | None 
         cells = [_SHORT.get(h, str(h)) for h in hops]
         shown = [_error(column[i]) for column in (errors or {}).values()]
         lines.append(
-            [r.leader + more, r.layout.split(" over")[0], *cells, f"{r.wire_bytes:,}", *shown, "" if r.matched else r.reason]
+            [
+                r.leader + more,
+                r.layout.split(" over")[0],
+                *cells,
+                f"{r.wire_bytes:,}",
+                *shown,
+                "" if r.matched else r.reason,
+            ]
         )
     widths = [max(len(line[c]) for line in lines) for c in range(len(head))]
     right = set(range(7, len(head) - 1))
     text = [
-        "  ".join(cell.rjust(w) if c in right else cell.ljust(w) for c, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            cell.rjust(w) if c in right else cell.ljust(w) for c, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
         for line in lines
     ]
     rule = "-" * min(120, max(len(t.rstrip()) for t in text))

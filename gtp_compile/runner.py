@@ -9,7 +9,7 @@ from torch import fx
 
 from gtp_compile.checks import check_graph, check_metadata
 from gtp_compile.graph_log import GraphLog, PassRun, count_ops, graph_text
-from gtp_compile.passes.base import Pass, PassContext
+from gtp_compile.passes.base import Pass, PassContext, outputs_of
 
 __all__ = ["run_passes"]
 
@@ -22,7 +22,7 @@ def run_passes(gm: fx.GraphModule, passes: Iterable[Pass], ctx: PassContext, log
     Raises:
         RuntimeError: an invariant is broken after a pass; the message names the pass and the node.
     """
-    outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    outputs = len(outputs_of(gm.graph))
     for run in passes:
         name = run.__name__
         before, ops = graph_text(gm) if log.wants_text else "", count_ops(gm.graph)
@@ -37,7 +37,7 @@ def run_passes(gm: fx.GraphModule, passes: Iterable[Pass], ctx: PassContext, log
                 check_metadata(gm)
         except RuntimeError as error:
             raise RuntimeError(f"after pass {name}: {error}") from error
-        if len(gm.graph.output_node().args[0]) != outputs:  # type: ignore[arg-type]
+        if len(outputs_of(gm.graph)) != outputs:
             raise RuntimeError(f"after pass {name}: the number of the graph's outputs changed from {outputs}")
         delta = count_ops(gm.graph)
         delta.subtract(ops)

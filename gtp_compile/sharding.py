@@ -279,14 +279,18 @@ class _Tree:
 def _swap_classes(model: nn.Module) -> None:
     tree = _Tree(model)
     for module in model.modules():
-        leaves = {n: p.leaf for n, p in module._parameters.items() if isinstance(p, ShardedParameter)}
+        leaves = {
+            n: p.leaf
+            for n, p in module.named_parameters(recurse=False, remove_duplicate=False)
+            if isinstance(p, ShardedParameter)
+        }
         if not leaves:
             continue
         if isinstance(module, GroupedLinear):
             _form_groups(module, leaves)
         module.__dict__["_gtp_leaves"] = leaves
         module.__dict__["_gtp_tree"] = tree
-        module.__class__ = _sharded_class(type(module), tuple(leaves))
+        module.__class__ = _sharded_class(type(module), tuple(leaves))  # type: ignore[arg-type]
 
 
 def _form_groups(module: GroupedLinear, leaves: dict[str, ComputeLeaf]) -> None:

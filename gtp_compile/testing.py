@@ -1,15 +1,15 @@
 """Unit-test one pass: capture a joint graph, run the pass, count operators, compare numbers. One process, no GPU.
 
-    from gtp_compile import testing
+from gtp_compile import testing
 
-    with testing.fake_mesh(4) as mesh:                       # a group of four ranks, in this process
-        model = gtp_compile.shard(MyExperts(), mesh, param_dtype=torch.bfloat16)
-        joint = testing.capture_joint(model, x)              # with anchors, as the first pass gets it
-        before = joint.copy()
-        joint.run("group_wgrads")
-        run = joint.run("retype_wgrads")
-        assert run.ops["gtp.dense_wgrad.default"] == 2
-        assert testing.compare_numerics(before, joint)[0] == 0.0   # first output: the forward is unchanged
+with testing.fake_mesh(4) as mesh:                       # a group of four ranks, in this process
+    model = gtp_compile.shard(MyExperts(), mesh, param_dtype=torch.bfloat16)
+    joint = testing.capture_joint(model, x)              # with anchors, as the first pass gets it
+    before = joint.copy()
+    joint.run("group_wgrads")
+    run = joint.run("retype_wgrads")
+    assert run.ops["gtp.dense_wgrad.default"] == 2
+    assert testing.compare_numerics(before, joint)[0] == 0.0   # first output: the forward is unchanged
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def capture_joint(model: nn.Module, *args: Any, options: dict[str, Any] | None =
     """The joint graph of `model`, called with these arguments, before the first pass.
 
     Raises:
-        ValueError: the model gives no joint graph with a placed weight, or several (a graph break); the message says so.
+        ValueError: the model gives no joint graph with a placed weight, or several (a graph break).
     """
     session = Session(dry=True, keep_joint=True)
     leaves = leaves_of(unwrap(model))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from gtp_compile.parameters import ComputeLeaf
+from gtp_compile.parameters import ComputeLeaf, local_of
 from gtp_compile.report import Row, rows_of, split_rows, table
 from gtp_compile.session import Session
 from gtp_compile.sharding import leaves_of
@@ -48,7 +48,8 @@ def verify(
     main_grad): `||got - reference|| / ||reference||` in the Frobenius norm, over the whole weight; absolute where the
     reference is zero. So it holds what the wgrad GEMM, the wire, the sum and the accumulation lose.
 
-    Collective: every rank calls it with its own batch. main_grad, `.grad`, buffers and random state are restored bitwise.
+    Collective: every rank calls it with its own batch. main_grad, `.grad`, buffers and random state are restored
+    bitwise.
 
     Args:
         model: a sharded model, compiled or not.
@@ -128,7 +129,7 @@ def _change(leaf: ComputeLeaf) -> Tensor:
     if leaf.main_grad is not None:
         return leaf.main_grad.double()
     grad = leaf.registered.grad
-    return torch.zeros_like(leaf, dtype=torch.float64) if grad is None else grad._local_tensor.double()
+    return torch.zeros_like(leaf, dtype=torch.float64) if grad is None else local_of(grad).double()
 
 
 class _Float64Run(fx.Interpreter):

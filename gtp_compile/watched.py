@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gtp_compile._compat import fresh_compilation
 from gtp_compile.backend import gtp
+from gtp_compile.parameters import local_of
 from gtp_compile.session import Session, watch
 from gtp_compile.sharding import leaves_of
 
@@ -42,7 +43,9 @@ def loss_of(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
     loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"a scalar loss is expected, the model gave {got}; pass loss_fn, which makes one of its output")
+        raise ValueError(
+            f"a scalar loss is expected, the model gave {got}; pass loss_fn, which makes one of its output"
+        )
     return loss
 
 
@@ -55,7 +58,7 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     model = unwrap(model)
     leaves = leaves_of(model)
     main_grads = [(leaf, leaf.main_grad, _copy(leaf.main_grad), leaf._aliased, leaf.eager_uses) for leaf in leaves]
-    grads = [(p, p.grad, _copy(_local(p.grad))) for p in model.parameters()]
+    grads = [(p, p.grad, None if p.grad is None else _copy(local_of(p.grad))) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     cpu_rng = torch.get_rng_state()
     cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
@@ -65,8 +68,8 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for param, grad, contents in grads:
                 param.grad = grad
-                if grad is not None:
-                    _local(grad).copy_(contents)
+                if grad is not None and contents is not None:
+                    local_of(grad).copy_(contents)
             for leaf, main_grad, contents, aliased, uses in main_grads:
                 leaf.grad, leaf.main_grad, leaf._aliased, leaf.eager_uses = None, main_grad, aliased, uses
                 if main_grad is not None:
@@ -76,10 +79,6 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
         torch.set_rng_state(cpu_rng)
         if cuda_rng is not None:
             torch.cuda.set_rng_state_all(cuda_rng)
-
-
-def _local(grad: Tensor | None) -> Any:
-    return getattr(grad, "_local_tensor", grad)
 
 
 def _copy(t: Tensor | None) -> Any:

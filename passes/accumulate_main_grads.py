@@ -13,7 +13,7 @@ main_grad inputs and nothing else.
 import torch
 from torch import fx
 
-from gtp_compile.passes.base import NOTE, PassContext, PassReport
+from gtp_compile.passes.base import NOTE, PassContext, PassReport, outputs_of
 from gtp_compile.passes.emit import insert_call
 from gtp_compile.passes.insert_collectives import AccumulateNote
 
@@ -24,7 +24,7 @@ def accumulate_main_grads(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
     """Replace each returned `add(main_grad, reduced)` by a write to main_grad."""
     report = PassReport()
     output = gm.graph.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
+    results = outputs_of(gm.graph)
     for i, node in enumerate(results):
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get(NOTE), AccumulateNote):
             continue
@@ -37,5 +37,5 @@ def accumulate_main_grads(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
             insert_call(gm.graph, torch.ops.aten.copy_.default, (main_grad, node), like=node)
         results[i] = None
         report.changed += 1
-    output.args = (type(output.args[0])(results),)  # type: ignore[call-arg]
+    output.args = (tuple(results),)
     return report

@@ -136,9 +136,7 @@ def _finalize_fake(
     reduce_op: str,
     grad_dtype: torch.dtype,
 ) -> list[Tensor]:
-    return [
-        s.new_empty(s.shape, dtype=_result_dtype(s, m)) for s, m in zip(shards, main_grads, strict=True)
-    ]
+    return [s.new_empty(s.shape, dtype=_result_dtype(s, m)) for s, m in zip(shards, main_grads, strict=True)]
 
 
 def _result_dtype(shard: Tensor, main_grad: Tensor | None) -> torch.dtype:
@@ -156,7 +154,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     grads = torch.ops.gtp.finalize.default(grad, ctx.shards, ctx.main_grads, *ctx.layout, ctx.grad_dtype)
     return (
         [g if s.requires_grad else None for g, s in zip(grads, ctx.shards, strict=True)],
-        [None] * len(ctx.shards),
+        # torch takes a list with a None in it (a member that is frozen, or without main_grad) for no list of tensors.
+        None if None in ctx.main_grads else [None] * len(ctx.shards),
         *[None] * 6,
     )
 

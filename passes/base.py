@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import fx
 
 if TYPE_CHECKING:
     from gtp_compile.passes.order_collectives import JointOrder
 
-__all__ = ["NOTE", "Pass", "PassContext", "PassReport", "Phase", "Skip", "WgradNote", "note_of"]
+__all__ = ["NOTE", "Pass", "PassContext", "PassReport", "Phase", "Skip", "WgradNote", "note_of", "outputs_of"]
 
 Phase = Literal["joint", "forward", "backward", "inference"]
 
@@ -73,6 +73,12 @@ class WgradNote:
 
     group: int
     inputs: tuple[int, ...]
+
+
+def outputs_of(graph: fx.Graph) -> list[Any]:
+    """What a graph returns: nodes, or None."""
+    results: Any = graph.output_node().args[0]
+    return list(results)
 
 
 def note_of(node: fx.Node) -> WgradNote | None:

@@ -17,7 +17,16 @@ import torch
 
 from gtp_compile.passes.emit import Emit
 
-__all__ = ["REPLICATED", "DryEmit", "Layout", "dry_collectives", "emit_cast", "emit_gather", "emit_reduce", "emit_stack"]
+__all__ = [
+    "REPLICATED",
+    "DryEmit",
+    "Layout",
+    "dry_collectives",
+    "emit_cast",
+    "emit_gather",
+    "emit_reduce",
+    "emit_stack",
+]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -81,7 +90,7 @@ def _contiguous(emit: Emit, x: Any) -> Any:
 
 
 def emit_stack(emit: Emit, members: Sequence[Any]) -> Any:
-    """The members along a new dim 0. Of operators that Inductor lowers itself: no decomposition runs after the passes."""
+    """The members along a new dim 0. In operators that Inductor lowers: nothing is decomposed after the passes."""
     if len(members) == 1:
         return members[0]
     return emit(aten.cat.default, [emit(aten.unsqueeze.default, m, 0) for m in members], 0)
@@ -97,9 +106,7 @@ def emit_gather(emit: Emit, shards: Sequence[Any], layout: Layout, param_dtype: 
         return local
     dim = layout.dim + (len(shards) > 1)
     size = layout.group_size
-    gathered = emit(
-        c10d.all_gather_into_tensor.default, _contiguous(emit, local), layout.group_size, layout.group_name
-    )
+    gathered = emit(c10d.all_gather_into_tensor.default, _contiguous(emit, local), layout.group_size, layout.group_name)
     gathered = emit(c10d.wait_tensor.default, gathered)
     if dim == 0:
         return gathered

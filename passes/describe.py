@@ -1,6 +1,6 @@
 """Say what was found for each weight group: its kind, its dtypes hop by hop, the bytes it sends. Pure.
 
-    gemm -> scratch -> wire -> sum -> main_grad        one dtype each; none may be below the rule's
+gemm -> scratch -> wire -> sum -> main_grad        one dtype each; none may be below the rule's
 """
 
 import math
@@ -92,9 +92,7 @@ def _widen_reason(node: fx.Node) -> str:
 
 def describe_wire(graph: fx.Graph, groups: list[GroupInfo]) -> list[GroupInfo]:
     """The groups with the dtypes of their collectives, read off the lowered graph."""
-    dtypes = {
-        n.meta[NOTE].inputs: n.meta["val"].dtype for n in graph.nodes if isinstance(n.meta.get(NOTE), ReduceNote)
-    }
+    dtypes = {n.meta[NOTE].inputs: n.meta["val"].dtype for n in graph.nodes if isinstance(n.meta.get(NOTE), ReduceNote)}
     return [replace(g, wire_dtype=dtypes.get(g.inputs), sum_dtype=dtypes.get(g.inputs)) for g in groups]
 
 

@@ -85,13 +85,11 @@ def _merge_uses(graph: fx.Graph, uses: list[Finalize]) -> str:
     """Make the last anchor take the sum of all gradients. Returns why it can't be done ("" if it was)."""
     first, *others = uses
     # In a sum of results, a later anchor's term is dropped: the first one's term then stands for all.
-    drops: list[tuple[fx.Node, fx.Node]] = []  # (add, term)
-    for anchor in others:
-        for term in anchor.node.users:
-            users = list(term.users)
-            if len(users) != 1 or users[0].target is not aten.add.Tensor or term.target is not operator.getitem:
-                return f"{anchor.node.name}: is used other than in the sum of its weight's gradients"
-            drops.append((users[0], term))
+    terms = [term for anchor in others for term in anchor.node.users]
+    for term in terms:
+        users = list(term.users)
+        if len(users) != 1 or users[0].target is not aten.add.Tensor or term.target is not operator.getitem:
+            return f"{term.args[0]}: is used other than in the sum of its weight's gradients"
     if {a.grad.meta["val"].dtype for a in uses} != {first.grad.meta["val"].dtype}:
         return f"{first.node.name}: the uses of its weight compute in different dtypes"
     total = first.grad
@@ -99,7 +97,8 @@ def _merge_uses(graph: fx.Graph, uses: list[Finalize]) -> str:
         for anchor in others:
             total = insert_call(graph, aten.add.Tensor, (total, anchor.grad), like=anchor.node)
     first.node.update_arg(0, total)
-    for add, term in drops:
+    for term in terms:
+        (add,) = term.users
         kept = add.args[1] if add.args[0] is term else add.args[0]
         add.replace_all_uses_with(kept)  # type: ignore[arg-type]
         graph.erase_node(add)

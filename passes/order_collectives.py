@@ -20,7 +20,7 @@ import itertools
 import torch
 from torch import fx
 
-from gtp_compile.passes.base import PassContext, PassReport
+from gtp_compile.passes.base import PassContext, PassReport, outputs_of
 from gtp_compile.passes.ordering import stable_sort
 
 __all__ = ["JointOrder", "is_collective_start", "order_collectives"]
@@ -33,9 +33,8 @@ class JointOrder:
 
     def __init__(self, graph: fx.Graph, num_fwd_outputs: int) -> None:
         self.position = {n.name: i for i, n in enumerate(graph.nodes)}
-        outputs = graph.output_node().args[0]
         forward: set[fx.Node] = set()
-        todo = [n for n in outputs[:num_fwd_outputs] if isinstance(n, fx.Node)]  # type: ignore[index]
+        todo = [n for n in outputs_of(graph)[:num_fwd_outputs] if isinstance(n, fx.Node)]
         while todo:
             node = todo.pop()
             if node not in forward:

@@ -9,7 +9,6 @@ would otherwise save the view instead. By rule, not by cost, so that all ranks d
 Needs: insert_collectives. Leaves: tags only.
 """
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 

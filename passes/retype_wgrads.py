@@ -39,18 +39,25 @@ def retype_wgrads(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
     for anchor in Finalize.find(gm.graph):
         report.matched += 1
         chain = find_chain(anchor.grad, anchor.grad_dtype)
-        if _typed(chain, anchor.grad_dtype):
+        if _is_typed(chain, anchor.grad_dtype):
             continue
-        for skip in chain.unknown.values():
-            report.skipped.append(skip)
+        report.skipped += chain.unknown.values()
         anchor.node.update_arg(0, _Retype(gm.graph, chain, anchor).run())
         report.changed += 1
     return report
 
 
-def _typed(chain: Chain, dtype: torch.dtype) -> bool:
-    """Whether the gradient has `dtype` all the way (not only at the end: a bf16 GEMM and a cast won't do)."""
-    return not chain.unknown and all(n.meta["val"].dtype == dtype for n in [chain.root, *chain.nodes])
+def _is_typed(chain: Chain, dtype: torch.dtype) -> bool:
+    """Whether the gradient arrives in `dtype` and loses nothing before (a bf16 GEMM and a cast to f32 won't do)."""
+    return chain.root.meta["val"].dtype == dtype and not _is_rounded(chain, dtype)
+
+
+def _is_rounded(chain: Chain, dtype: torch.dtype) -> bool:
+    return bool(chain.unknown) or any(torch.promote_types(d, dtype) != d for d in map(_dtype, chain.nodes))
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    return node.meta["val"].dtype
 
 
 class _Retype:
@@ -64,13 +71,15 @@ class _Retype:
         self.new: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> fx.Node:
+        root = self.chain.root
+        if not _is_rounded(self.chain, self.dtype):
+            # Wider than the rule asks for: nothing is made narrower before the anchor.
+            return self._cast(root, self.anchor.node)
         for node in self.chain.unknown:
             self.new[node] = self._widened(node)
         for node in self.chain.nodes:
             self.new[node] = self._rebuilt(node)
-        for gemm in self.chain.gemms:
-            self._redirect_others(gemm)
-        root = self.chain.root
+        self._redirect_others()
         return self.new[root] if root in self.new else self._cast(root, self.anchor.node)
 
     def _rebuilt(self, node: fx.Node) -> fx.Node:
@@ -78,6 +87,8 @@ class _Retype:
         if kind == "cast":
             source: fx.Node = node.args[0]  # type: ignore[assignment]
             return self.new[source] if source in self.new else self._cast(source, node)
+        if _dtype(node) == self.dtype and all(self.new.get(a, a) is a for a in node.all_input_nodes):
+            return node  # typed for another anchor that it reaches, too
         with self.graph.inserting_before(node.next):
             if kind == "gemm":
                 return self._gemm(node)
@@ -116,20 +127,29 @@ class _Retype:
             return insert_call(self.graph, prims.convert_element_type.default, (x, self.dtype), like=before)
 
     def _widened(self, node: fx.Node) -> fx.Node:
-        if node.meta["val"].dtype.itemsize >= self.dtype.itemsize:
-            with self.graph.inserting_before(node.next):
-                return self._cast(node, node.next)
-        with self.graph.inserting_before(self.anchor.node):
+        behind = node.next
+        while behind.op == "placeholder":
+            behind = behind.next
+        with self.graph.inserting_before(behind):
             args = (node, self.anchor.shards[0], self.dtype)
             return insert_call(self.graph, torch.ops.gtp.widen.default, args, like=self.anchor.node)
 
-    def _redirect_others(self, gemm: fx.Node) -> None:
-        others = [u for u in gemm.users if u not in self.chain.nodes]
-        if not others:
-            return
-        new = self.new[gemm]
-        with self.graph.inserting_before(new.next):
-            old_dtype = gemm.meta["val"].dtype
-            narrow = insert_call(self.graph, prims.convert_element_type.default, (new, old_dtype), like=gemm)
-        for user in others:
-            user.replace_input_with(gemm, narrow)
+    def _redirect_others(self) -> None:
+        """Let users outside the chain read a cast of the new results, so that the old GEMMs die."""
+        computed: set[fx.Node] = set()
+        inside = {*self.chain.nodes, self.anchor.node}
+        for node in self.chain.nodes:
+            if node not in self.chain.gemms and not any(a in computed for a in node.all_input_nodes):
+                continue
+            computed.add(node)
+            others = [u for u in node.users if u not in inside]
+            new = self.new[node]
+            if not others or new is node:
+                continue
+            with self.graph.inserting_before(new.next):
+                old_dtype = _dtype(node)
+                narrow = new
+                if _dtype(new) != old_dtype:
+                    narrow = insert_call(self.graph, prims.convert_element_type.default, (new, old_dtype), like=node)
+            for user in others:
+                user.replace_input_with(node, narrow)

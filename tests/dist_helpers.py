@@ -66,7 +66,7 @@ def spy() -> Iterator[list[Collective]]:
     `torch.distributed` itself.
     """
     seen: list[Collective] = []
-    lib = torch.library.Library("c10d", "IMPL")  # noqa: TOR901
+    lib = torch.library.Library("c10d", "IMPL")
 
     def watched(name: str, kind: str) -> Callable[..., Any]:
         kernel = torch.library.get_kernel(f"c10d::{name}", "CPU")

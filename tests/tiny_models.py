@@ -1,6 +1,7 @@
 """Small models and hand-written graphs that the tests share. One process; a joint graph is captured once and copied."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import gtp_compile
 from gtp_compile import GroupedLinear
-from gtp_compile.testing import JointGraph, capture_joint, fake_mesh
+from gtp_compile.passes.base import PassContext
+from gtp_compile.passes.record_operands import record_operands
+from gtp_compile.testing import JointGraph, capture_joint, count_ops, fake_mesh
+from gtp_compile.verifying import _Float64Run
 
 WORLD = 4
 EXPERTS, ROWS, IN, OUT = 4, 24, 8, 16
@@ -34,6 +38,18 @@ class Dense(nn.Module):
         for _ in range(self.uses):
             x = self.up(x)
         return x
+
+
+class ReadOnce(nn.Module):
+    """One read of a weight that is used twice: autograd sums before the anchor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(IN, IN) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.up
+        return torch.relu(x.to(BF16) @ weight.t()) @ weight.t()
 
 
 class Experts(nn.Module):
@@ -180,6 +196,7 @@ MODELS: dict[str, Callable[[], Tiny]] = {
     "dense_bias": lambda: Tiny(Dense(bias=True), (_x(ROWS, IN),)),
     "twice": lambda: Tiny(Dense(IN, uses=2), (_x(ROWS, IN),)),
     "thrice": lambda: Tiny(Dense(IN, uses=3), (_x(ROWS, IN),)),
+    "read_once": lambda: Tiny(ReadOnce(), (_x(ROWS, IN),)),
     "experts": lambda: Tiny(Experts(), (_x(ROWS, IN), _OFFS)),
     "experts_transposed": lambda: Tiny(Experts(is_transposed=True), (_x(ROWS, IN), _OFFS)),
     "grouped": lambda: Tiny(GroupedLinear(3, IN, OUT), (_x(ROWS, IN), _SPLITS)),
@@ -257,6 +274,53 @@ def wgrad_graph(compute: Callable[..., Tensor], *operands: Tensor, dim: int = 0)
 
 
 def nodes(graph: JointGraph | fx.Graph, target: Any) -> list[fx.Node]:
-    return (graph.module.graph if isinstance(graph, JointGraph) else graph).find_nodes(
-        op="call_function", target=target
-    )
+    """The calls of one operator, in graph order."""
+    graph = graph.module.graph if isinstance(graph, JointGraph) else graph
+    return graph.find_nodes(op="call_function", target=target)
+
+
+def ops(graph: JointGraph) -> Counter[str]:
+    return count_ops(graph.module.graph)
+
+
+def run(graph: JointGraph, *names: str) -> JointGraph:
+    """The same graph, after these passes."""
+    for name in names:
+        graph.run(name)
+    return graph
+
+
+def assert_unchanged_by(graph: JointGraph, name: str) -> None:
+    """A second run of a pass changes nothing."""
+    before = graph.text()
+    again = graph.run(name)
+    assert not again.ops
+    assert graph.text() == before
+
+
+# Numbers.
+
+
+def anchor_errors(graph: JointGraph) -> list[float]:
+    """For each gradient anchor of a graph, the relative error of what reaches it against float64, from its operands."""
+    graph = graph.copy()
+    programs: list[fx.Graph] = []
+    record_operands(graph.module, PassContext("joint", graph.num_fwd_outputs, programs=programs))
+    graph.module.recompile()
+    errors = []
+
+    def compare(grad: Tensor, shard: Tensor, operands: list[Tensor], program: int) -> Tensor:
+        errors.append(relative_error(grad, _Float64Run(programs[program]).run(*operands)))
+        return grad
+
+    for node in nodes(graph, torch.ops.gtp.record.default):
+        node.target = compare
+    graph.module.recompile()
+    graph.evaluate()
+    return errors
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Frobenius norm of the difference over that of `want`, or the bare norm where `want` is zero."""
+    error, norm = (got.double() - want.double()).norm().item(), want.double().norm().item()
+    return error / norm if norm else error

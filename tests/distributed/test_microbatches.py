@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from dist_helpers import BF16, close_main_grad, compiled, double_leaf, expect, linear64, reduced, reductions, sharded, spy
+from dist_helpers import (
+    BF16,
+    close_main_grad,
+    compiled,
+    double_leaf,
+    expect,
+    linear64,
+    reduced,
+    reductions,
+    sharded,
+    spy,
+)
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
