@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -45,7 +45,7 @@ class _Failed:
     text: str
 
 
-def launch(worker: Worker, ranks: int, settings: Any) -> Iterator[Any]:
+def launch(worker: Worker, ranks: int, settings: Any) -> Generator[Any, None, None]:
     """Start `ranks` processes and yield what they send, until all have ended; use it with `contextlib.closing`.
 
     Raises:
@@ -90,7 +90,7 @@ def _send_warning(
     writer.send(Warned(rank, f"{category.__name__}: {message}"))
 
 
-def _messages(readers: list[Connection], processes: list[BaseProcess]) -> Iterator[Any]:
+def _messages(readers: list[Connection], processes: list[BaseProcess]) -> Generator[Any, None, None]:
     running = set(range(len(processes)))
     failures: list[_Failed] = []
     deadline = None

@@ -71,7 +71,7 @@ def run_rank(rank: int, settings: DemoSettings, store: str, send: Send) -> None:
     # Dynamo's remark on a cached helper of transformers, which it inlines; there's nothing in it for the reader.
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     torch.set_num_threads(settings.threads)
-    device = torch.device(settings.device, rank if settings.device == "cuda" else None)
+    device = torch.device("cuda", rank) if settings.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from gtp_compile.parameters import ComputeLeaf, ShardedParameter, materialize_le
 from gtp_compile.passes.collective_ops import REPLICATED, Layout
 
 __all__ = ["ShardFn", "leaves_of", "shard", "shard_experts"]
+
+log = logging.getLogger(__name__)
 
 ShardFn = Callable[[str, nn.Module, nn.Parameter], Placement | None]
 
@@ -297,6 +300,12 @@ def _form_groups(module: GroupedLinear, leaves: dict[str, ComputeLeaf]) -> None:
     """Discrete weights that are all placed alike form one group; so do the biases."""
     for names in module.discrete_groups():
         members = tuple(leaves[n] for n in names if n in leaves)
+        if members and names[0] not in leaves:
+            log.warning(
+                "%s: is placed, but the leader of its weight group (%s) is not, so they form no distributed group: "
+                "each placed weight is gathered and reduced by itself, and nothing reduces the plain ones",
+                members[0].fqn, names[0],
+            )  # fmt: skip
         if len(members) == len(names) and len({m.mesh_layout for m in members}) == 1:
             for member in members:
                 member.group = members
@@ -316,9 +325,18 @@ def _sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
 
 def _getter(name: str) -> Callable[[nn.Module], Tensor]:
     def get(self: Any) -> Tensor:
-        if torch.compiler.is_compiling() or self._gtp_tree.is_running():
+        if torch.compiler.is_compiling():
             return materialize_leaves((self._gtp_leaves[name],))
-        return self._parameters[name]
+        param = self._parameters[name]
+        if not self._gtp_tree.is_running():
+            return param
+        leaf = self._gtp_leaves[name]
+        if param is not leaf.registered:
+            raise RuntimeError(
+                f"{leaf.fqn}: another tensor stands in its place (functional_call?), but a sharded weight is gathered "
+                "from its own shard; write the values into the parameter instead"
+            )
+        return materialize_leaves((leaf,))
 
     return get
 

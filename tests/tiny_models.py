@@ -1,20 +1,24 @@
 """Small models and hand-written graphs that the tests share. One process; a joint graph is captured once and copied."""
 
 import functools
+import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._dtype_abbrs import dtype_abbrs
 from torch.utils.checkpoint import checkpoint
 
 import gtp_compile
 from gtp_compile import GroupedLinear
+from gtp_compile._compat import min_cut_rematerialization_partition
 from gtp_compile.passes.base import PassContext
 from gtp_compile.passes.record_operands import record_operands
+from gtp_compile.pipeline import JOINT_PASSES
 from gtp_compile.testing import JointGraph, capture_joint, count_ops, fake_mesh
 from gtp_compile.verifying import _Float64Run
 
@@ -296,6 +300,33 @@ def assert_unchanged_by(graph: JointGraph, name: str) -> None:
     again = graph.run(name)
     assert not again.ops
     assert graph.text() == before
+
+
+def partitioned(name: str, *, without: Sequence[str] = ()) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+    """Forward and backward of one of `MODELS` behind the joint passes, and how many outputs are the forward's."""
+    graph = run(joint(name), *(p.__name__ for p in JOINT_PASSES if p.__name__ not in without))
+    count = graph.num_fwd_outputs
+    return *min_cut_rematerialization_partition(graph.module, None, num_fwd_outputs=count), count
+
+
+def listing(nodes: Iterable[fx.Node]) -> str:
+    """One line a node, `name: dtype[shape] = operator(arguments)`; the same in every version of torch."""
+    return "\n".join(_line(n) for n in nodes if n.op == "call_function")
+
+
+def _line(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    kind = f": {dtype_abbrs[value.dtype]}{list(value.shape)}" if isinstance(value, Tensor) else ""
+    if node.target is operator.getitem:
+        return f"{node.name}{kind} = {node.args[0]}[{node.args[1]}]"
+    given = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+    return f"{node.name}{kind} = {node.target.namespace}.{node.target._opname}({', '.join(given)})"
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_argument(v) for v in value)}]"
+    return str(value) if isinstance(value, fx.Node | torch.dtype | torch.memory_format) else repr(value)
 
 
 # Numbers.

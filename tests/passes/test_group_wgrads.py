@@ -1,0 +1,184 @@
+"""group_wgrads: one gradient anchor a weight group, whatever the number of its uses."""
+
+import pytest
+import torch
+from tiny_models import (
+    IN, MODELS, OUT, WORLD, anchor_errors, assert_unchanged_by, finalize, hand_written, joint, listing, nodes, ops, run,
+    shard_like,
+)  # fmt: skip
+from wgrad_forms import mm, operands
+
+from gtp_compile.passes.anchors import Finalize
+from gtp_compile.passes.base import note_of
+from gtp_compile.testing import compare_numerics
+
+aten = torch.ops.aten
+gtp = torch.ops.gtp
+
+
+def notes(graph) -> list[tuple[int, tuple[int, ...]]]:
+    found = [note_of(a.node) for a in Finalize.find(graph.module.graph)]
+    return [(n.group, n.inputs) for n in found]
+
+
+# Rewrites.
+
+
+@pytest.mark.parametrize(("name", "uses"), [("twice", 2), ("thrice", 3)])
+def test_the_uses_of_a_weight_share_one_gather_and_one_anchor(name, uses):
+    graph = joint(name)
+    counts = ops(graph)
+    assert (counts["gtp.materialize.default"], counts["gtp.finalize.default"]) == (uses, uses)
+    done = graph.run("group_wgrads")
+    assert (done.report.matched, done.report.changed) == (1, uses)  # uses - 1 gathers, 1 group
+    counts = ops(graph)
+    assert (counts["gtp.materialize.default"], counts["gtp.finalize.default"]) == (1, 1)
+    # The sums are as many as before, but stand before the anchor.
+    (anchor,) = Finalize.find(graph.module.graph)
+    assert anchor.grad.target is aten.add.Tensor
+    assert counts["aten.add.Tensor"] == uses - 1
+
+
+def test_a_tied_embedding_and_output_layer_are_one_weight():
+    graph = joint("tied")
+    assert ops(graph)["gtp.finalize.default"] == 2
+    graph.run("group_wgrads")
+    (anchor,) = Finalize.find(graph.module.graph)
+    assert {n.target for n in anchor.grad.all_input_nodes} >= {aten.mm.default}
+
+
+def test_hand_written_graph():
+    dy, x, *_ = operands()
+    shard = shard_like(torch.empty(OUT, IN))
+
+    def two_uses(shard, dy, x):
+        return [aten.add.Tensor(finalize(mm(dy, x), shard), finalize(mm(dy, aten.neg.default(x)), shard))]
+
+    graph = hand_written(two_uses, shard, dy, x)
+    graph.run("group_wgrads")
+    assert listing(graph.module.graph.nodes).splitlines() == [
+        "permute: bf16[16, 24] = aten.permute(arg1_1, [1, 0])",
+        "mm: bf16[16, 8] = aten.mm(permute, arg2_1)",
+        "neg: bf16[24, 8] = aten.neg(arg2_1)",
+        "permute_1: bf16[16, 24] = aten.permute(arg1_1, [1, 0])",
+        "mm_1: bf16[16, 8] = aten.mm(permute_1, neg)",
+        "add_tensor: bf16[16, 8] = aten.add(mm, mm_1)",
+        "finalize = gtp.finalize(add_tensor, [arg0_1], [None], '0', 4, 0, 'avg', torch.float32)",
+        "getitem: f32[4, 8] = finalize[0]",
+    ]
+
+
+@pytest.mark.parametrize("nested", ["left", "right"])
+def test_three_uses_in_any_nesting_of_their_sum(nested):
+    dy, x, *_ = operands()
+    shard = shard_like(torch.empty(OUT, IN))
+
+    def three_uses(shard, dy, x):
+        a, b, c = (finalize(aten.mul.Tensor(mm(dy, x), k), shard) for k in (1, 2, 4))
+        pair = aten.add.Tensor(a, b) if nested == "left" else aten.add.Tensor(b, c)
+        return [aten.add.Tensor(pair, c) if nested == "left" else aten.add.Tensor(a, pair)]
+
+    graph = hand_written(three_uses, shard, dy, x)
+    before = graph.copy()
+    graph.run("group_wgrads")
+    assert ops(graph)["gtp.finalize.default"] == 1
+    assert compare_numerics(before, graph)[0] < 1e-2
+
+
+def test_anchors_are_numbered_in_weight_order():
+    graph = joint("dense_bias")
+    graph.run("group_wgrads")
+    assert notes(graph) == [(1, (3,)), (0, (1,))]  # backward meets the bias first; inputs: x, weight, mg, bias, mg
+
+
+def test_the_members_of_a_group_are_noted_leader_first():
+    graph = joint("grouped")
+    graph.run("group_wgrads")
+    by_group = dict(notes(graph))
+    assert [len(inputs) for _, inputs in sorted(by_group.items())] == [3, 3]  # weights, biases
+    assert all(inputs == tuple(sorted(inputs)) for inputs in by_group.values())
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"twice", "thrice", "tied"}))
+def test_a_model_whose_weights_are_used_once_keeps_its_operators(name):
+    graph = joint(name)
+    done = graph.run("group_wgrads")
+    assert (done.report.changed, done.ops) == (0, {})
+    assert done.report.matched == ops(graph)["gtp.finalize.default"]
+
+
+# Refuses.
+
+
+def test_results_that_are_not_summed_stay_apart():
+    dy, x, *_ = operands()
+    shard = shard_like(torch.empty(OUT, IN))
+    graph = hand_written(
+        lambda shard, dy, x: [finalize(mm(dy, x), shard), finalize(mm(dy, x), shard)], shard, dy, x
+    )
+    done = graph.run("group_wgrads")
+    (skip,) = done.report.skipped
+    assert skip.reason == "finalize_1: is used other than in the sum of its weight's gradients"
+    assert done.ops == {}
+    assert ops(graph)["gtp.finalize.default"] == 2
+
+
+def test_uses_in_different_dtypes_stay_apart():
+    dy, x, *_ = operands()
+    shard = shard_like(torch.empty(OUT, IN))
+
+    def two_uses(shard, dy, x):
+        return [aten.add.Tensor(finalize(mm(dy, x), shard), finalize(mm(dy.float(), x.float()), shard))]
+
+    done = hand_written(two_uses, shard, dy, x).run("group_wgrads")
+    (skip,) = done.report.skipped
+    assert skip.reason == "finalize: the uses of its weight compute in different dtypes"
+    assert done.ops == {}
+
+
+def test_another_layout_of_the_same_shard_is_another_group():
+    dy, x, *_ = operands()
+    shard = torch.zeros(OUT // WORLD, IN)
+
+    def two_layouts(shard, dy, x):
+        whole = gtp.finalize.default(mm(dy, x)[:4], [shard], [None], "0", WORLD, -1, "avg", torch.float32)[0]
+        return [aten.add.Tensor(finalize(mm(dy, x), shard), whole)]
+
+    done = hand_written(two_layouts, shard, dy, x).run("group_wgrads")
+    assert (done.report.matched, done.report.changed, done.report.skipped) == (2, 0, [])
+
+
+def test_an_unmatched_gradient_is_reported_with_its_node_and_operator():
+    graph = joint("batched")
+    (skip,) = graph.run("group_wgrads").report.skipped
+    (bmm,) = (n for n in nodes(graph, aten.bmm.default) if n.meta.get("partitioner_tag") == "is_backward")
+    assert skip.reason == f"{bmm.name}: no pass knows a weight gradient through aten.bmm.default"
+
+
+# Preserves.
+
+
+@pytest.mark.parametrize("name", ["dense", "grouped", "blocks", "one_by_one"])
+def test_numbers_stay_where_nothing_is_merged(name):
+    before = joint(name)
+    differences = compare_numerics(before, run(before.copy(), "group_wgrads"))
+    assert {d for d in differences if d is not None} == {0.0}
+
+
+@pytest.mark.parametrize("name", ["twice", "thrice", "tied"])
+def test_the_sum_of_uses_is_right_once_it_is_retyped(name):
+    before = joint(name)
+    after = run(before.copy(), "group_wgrads")
+    forward, *gradients = (d for d in compare_numerics(before, after) if d is not None)
+    assert forward == 0.0
+    assert max(gradients) < 1e-2  # for the moment the sum is rounded
+    assert max(anchor_errors(run(after, "retype_wgrads"))) <= 1e-6
+
+
+# Idempotent.
+
+
+@pytest.mark.parametrize("name", ["dense", "twice", "thrice", "tied", "grouped", "batched"])
+def test_a_second_run_changes_nothing(name):
+    graph = run(joint(name), "group_wgrads")
+    assert_unchanged_by(graph, "group_wgrads")

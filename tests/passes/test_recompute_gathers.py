@@ -1,0 +1,123 @@
+"""recompute_gathers: forward saves shards, backward gathers again."""
+
+import pytest
+import torch
+from tiny_models import IN, OUT, WORLD, joint, nodes, ops, partitioned, run
+from torch.utils.checkpoint import CheckpointPolicy
+
+from gtp_compile.passes.base import NOTE
+from gtp_compile.passes.insert_collectives import GatherNote
+from gtp_compile.testing import compare_numerics
+
+c10d = torch.ops._c10d_functional
+BEFORE = ("group_wgrads", "retype_wgrads", "fuse_wgrads", "insert_collectives")
+MODELS = ["dense", "experts", "experts_transposed", "grouped", "leader_only_torch", "blocks", "checkpointed", "tied"]
+
+
+def is_tagged(node) -> bool:
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+
+
+def saved(name: str, without: tuple[str, ...] = ()) -> list[torch.fx.Node]:
+    forward, _, num_fwd_outputs = partitioned(name, without=without)
+    return [n for n in forward.graph.output_node().args[0][num_fwd_outputs:] if n is not None]
+
+
+# Rewrites (tags).
+
+
+def test_a_gather_and_its_views_are_tagged():
+    graph = run(joint("dense"), *BEFORE)
+    assert not any(is_tagged(n) for n in graph.module.graph.nodes)
+    done = graph.run("recompute_gathers")
+    tagged = [str(n.target) for n in graph.module.graph.nodes if is_tagged(n)]
+    assert tagged == [
+        "prims.convert_element_type.default",
+        "_c10d_functional.all_gather_into_tensor.default",
+        "_c10d_functional.wait_tensor.default",
+        "aten.permute.default",  # the user's, of the gathered weight alone
+    ]
+    assert (done.report.matched, done.report.changed) == (3, 4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_shards_are_saved(name):
+    full = {(OUT, IN), (IN, OUT), (4, OUT, IN), (4, IN, OUT), (3, OUT, IN), (3, IN, OUT)}
+    for node in saved(name):
+        is_weight = not node.meta["val"].is_floating_point() or tuple(node.meta["val"].shape) not in full
+        assert is_weight, f"{node.name} {node.meta['val']}"
+        assert not isinstance(node.meta.get(NOTE), GatherNote)
+
+
+def test_backward_gathers_what_it_needs():
+    forward, backward, _ = partitioned("blocks")
+    assert len(nodes(forward.graph, c10d.all_gather_into_tensor.default)) == 6
+    # The first layer's input needs no gradient, but its norm's weight does.
+    assert len(nodes(backward.graph, c10d.all_gather_into_tensor.default)) == 6
+    forward, backward, _ = partitioned("dense")  # nothing asks for a gradient of x
+    assert len(nodes(backward.graph, c10d.all_gather_into_tensor.default)) == 0
+
+
+def test_without_it_gathered_weights_are_saved():
+    """So the test above means something, and so does check_saved."""
+    sizes = [tuple(n.meta["val"].shape) for n in saved("blocks", without=("recompute_gathers",))]
+    assert sizes.count((OUT, IN)) + sizes.count((IN, OUT)) >= 6
+
+
+# Refuses.
+
+
+def test_what_depends_on_anything_else_is_left_to_the_partitioner():
+    graph = run(joint("dense_bias"), *BEFORE, "recompute_gathers")
+    (addmm,) = nodes(graph, torch.ops.aten.addmm.default)
+    assert "recompute" not in addmm.meta
+    inputs = graph.module.graph.find_nodes(op="placeholder")
+    assert not any(is_tagged(n) for n in inputs)
+
+
+def test_what_belongs_to_backward_is_not_tagged():
+    graph = run(joint("blocks"), *BEFORE, "recompute_gathers")
+    assert not any(is_tagged(n) for n in graph.module.graph.nodes if n.meta.get("partitioner_tag") == "is_backward")
+
+
+def test_a_users_checkpoint_keeps_its_own_tags():
+    graph = run(joint("checkpointed"), *BEFORE)
+    own = {n.name: n.meta["ac_graph_id"] for n in graph.module.graph.nodes if "ac_graph_id" in n.meta}
+    graph.run("recompute_gathers")
+    kept = {n.name for n in graph.module.graph.nodes if n.meta.get("ac_graph_id") == own.get(n.name, -1)}
+    changed = set(own) - kept
+    assert kept
+    # Those that changed are gathers and views of them; their id is above every one of the user's.
+    new = {n.meta["ac_graph_id"] for n in graph.module.graph.nodes if n.name in changed}
+    assert new
+    assert min(new) > max(own.values())
+
+
+# Preserves.
+
+
+@pytest.mark.parametrize("name", ["dense", "grouped", "checkpointed"])
+def test_operators_and_numbers_stay(name):
+    graph = run(joint(name), *BEFORE)
+    before, counts = graph.copy(), ops(graph)
+    graph.run("recompute_gathers")
+    assert ops(graph) == counts
+    assert {d for d in compare_numerics(before, graph) if d is not None} == {0.0}
+
+
+# Idempotent.
+
+
+@pytest.mark.parametrize("name", ["dense", "blocks", "checkpointed"])
+def test_a_second_run_changes_nothing(name):
+    graph = run(joint(name), *BEFORE, "recompute_gathers")
+    before = {n.name: (n.meta.get("recompute"), n.meta.get("ac_graph_id")) for n in graph.module.graph.nodes}
+    graph.run("recompute_gathers")
+    assert before == {n.name: (n.meta.get("recompute"), n.meta.get("ac_graph_id")) for n in graph.module.graph.nodes}
+
+
+def test_every_rank_decides_alike():
+    """Tags depend on the graph alone; the number of rows is no part of it."""
+    assert WORLD > 1
+    tags = [[is_tagged(n) for n in run(joint("experts"), *BEFORE, "recompute_gathers").module.graph.nodes]] * 2
+    assert tags[0] == tags[1]
