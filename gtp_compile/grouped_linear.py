@@ -93,7 +93,9 @@ class GroupedLinear(nn.Module):
             return y
         rows = torch.arange(x.shape[0], device=x.device, dtype=offs.dtype)
         layer = torch.searchsorted(offs, rows, right=True).clamp(max=self.num_gemms - 1)
-        return y + self._stacked("bias").index_select(0, layer) * (rows < offs[-1]).unsqueeze(-1)
+        # Selected, not multiplied by a mask: what comes back for rows past the last offset may be NaN.
+        owned = (rows < offs[-1]).unsqueeze(-1)
+        return y + torch.where(owned, self._stacked("bias").index_select(0, layer), 0)
 
     def _offsets(self, x: Tensor, m_splits: Sequence[int] | Tensor) -> Tensor:
         if x.ndim != 2 or x.shape[1] != self.in_features:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from gtp_compile._compat import mark_static
 from gtp_compile.passes.anchors import materialize
 from gtp_compile.passes.collective_ops import Layout, emit_reduce
 from gtp_compile.passes.emit import RunEmit
@@ -117,6 +118,7 @@ class ShardedParameter(DTensor):
                 f"{self.leaf.fqn}: main_grad has the local shape {tuple(self.leaf.shape)}, got {tuple(value.shape)}; "
                 "give each rank's part, not the whole weight's"
             )
+        _fix_sizes(value)
         self.leaf.main_grad = value
 
     @property
@@ -165,11 +167,19 @@ def pair(
     leaf.group, leaf.eager_uses, leaf.rounding_reported = (leaf,), 0, False
     leaf.recorder, leaf.emit = None, None
     leaf._registered, leaf._aliased = weakref.ref(param), None
+    _fix_sizes(leaf)
+    _fix_sizes(leaf.main_grad)
     param.leaf = leaf
     param.requires_grad = requires_grad
     # A gradient that is already in main_grad's dtype must not be rounded to the leaf's on its way.
     leaf.grad_dtype = None
     return param
+
+
+def _fix_sizes(t: Tensor | None) -> None:
+    """Keep Dynamo from making a weight's sizes symbolic when it meets a layer of another size in the same code."""
+    if t is not None:
+        mark_static(t)
 
 
 def materialize_leaves(leaves: tuple[ComputeLeaf, ...]) -> Tensor:
@@ -189,7 +199,11 @@ def prepare_accumulation(leaf: ComputeLeaf) -> None:
     replaced since.
     """
     main_grad, param = leaf.main_grad, leaf.registered
-    if main_grad is None or main_grad.dtype != param.dtype:
+    if main_grad is None:
+        return
+    if main_grad.dtype != param.dtype:
+        if leaf._aliased is not None:  # an optimizer would go on reading the one before
+            param.grad, leaf._aliased = None, None
         return
     if leaf._aliased is not main_grad:
         _alias(leaf, main_grad)

@@ -29,7 +29,7 @@ __all__ = ["Chain", "Kind", "find_chain", "is_grouped_wgrad_mm", "is_outer_produ
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-Kind = Literal["view", "list", "add", "scale", "cast", "gemm", "reduce", "scatter", "factory"]
+Kind = Literal["view", "list", "paste", "add", "scale", "cast", "gemm", "reduce", "scatter", "factory"]
 
 _KINDS: dict[Any, Kind] = {
     **dict.fromkeys(
@@ -43,6 +43,8 @@ _KINDS: dict[Any, Kind] = {
         "view",
     ),
     **dict.fromkeys((aten.cat.default, aten.stack.default), "list"),
+    # How Inductor writes select_backward and slice_backward: into zeros.
+    **dict.fromkeys((aten.select_scatter.default, aten.slice_scatter.default), "paste"),
     **dict.fromkeys((aten.add.Tensor,), "add"),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default), "scale"),
     **dict.fromkeys((prims.convert_element_type.default, aten._to_copy.default), "cast"),
@@ -155,6 +157,7 @@ def find_chain(root: fx.Node, dtype: torch.dtype) -> Chain:
 _FOLLOW: dict[Kind, Callable[[fx.Node], list[Any]]] = {
     "view": lambda n: [n.args[0]],
     "list": lambda n: list(n.args[0]),  # type: ignore[arg-type]
+    "paste": lambda n: list(n.args[:2]),
     "add": lambda n: list(n.args[:2]),
     "scale": lambda n: [n.args[0]],
     "cast": lambda n: [n.args[0]],

@@ -3,9 +3,25 @@
 import pytest
 import torch
 from tiny_models import (
-    BF16, IN, OUT, ROWS, WORLD, anchor_errors, assert_unchanged_by, capture, finalize, hand_written, joint, nodes, ops,
-    relative_error, run, shard_like, wgrad_graph,
-)  # fmt: skip
+    BF16,
+    IN,
+    OUT,
+    ROWS,
+    WORLD,
+    anchor_errors,
+    assert_unchanged_by,
+    behind,
+    capture,
+    finalize,
+    hand_written,
+    joint,
+    nodes,
+    ops,
+    relative_error,
+    run,
+    shard_like,
+    wgrad_graph,
+)
 from wgrad_forms import FORMS, GEMM_FORMS, Form, form_id, mm, operands
 
 from gtp_compile.passes.anchors import Finalize
@@ -17,7 +33,7 @@ gtp = torch.ops.gtp
 prims = torch.ops.prims
 
 GEMM_MODELS = (
-    "dense", "twice", "thrice", "read_once", "experts", "experts_transposed", "grouped_stacked", "one_by_one",
+    "dense", "twice", "thrice", "read_once", "parts", "experts", "experts_transposed", "grouped_stacked", "one_by_one",
     "leader_only", "leader_only_torch", "leader_only_transposed", "frozen_member",
 )  # fmt: skip
 OTHER_MODELS = (
@@ -84,7 +100,7 @@ def test_without_it_every_gemm_form_is_rounded(form: Form):
 
 
 def test_the_sum_of_two_uses_follows_and_keeps_its_mark():
-    """AOTAutograd marks its accumulations; before the anchor there is one where a weight is read once and used twice."""
+    """A weight that is read once and used twice: AOTAutograd accumulates before the anchor, and marks the sum."""
     graph = joint("read_once")
     (add,) = (n for n in nodes(graph, aten.add.Tensor) if n.meta["val"].dtype == BF16)
     assert add.meta.get("is_gradient_acc", True)
@@ -238,7 +254,7 @@ def test_what_is_wider_than_the_rule_is_cast_only_behind_its_sum():
 
 @pytest.mark.parametrize("name", GEMM_MODELS)
 def test_the_error_of_every_gemm_group_shrinks(name):
-    before = run(joint(name), "group_wgrads")
+    before = behind(name, "group_wgrads")
     after = run(before.copy(), "retype_wgrads")
     rounded = [e for e in anchor_errors(before) if e]  # an expert without rows loses nothing
     assert rounded
@@ -250,7 +266,7 @@ def test_the_error_of_every_gemm_group_shrinks(name):
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
 def test_reductions_are_summed_in_float32(name):
-    graph = run(joint(name), "group_wgrads", "retype_wgrads")
+    graph = behind(name, "group_wgrads", "retype_wgrads")
     assert chain_dtypes(graph) == {torch.float32}
     assert max(anchor_errors(graph)) <= 1e-6
 
@@ -267,7 +283,7 @@ def test_plain_weights_keep_their_gradients():
 
 @pytest.mark.parametrize("name", [*GEMM_MODELS, *OTHER_MODELS, "batched"])
 def test_a_second_run_changes_nothing(name):
-    graph = run(joint(name), "group_wgrads", "retype_wgrads")
+    graph = behind(name, "group_wgrads", "retype_wgrads")
     assert_unchanged_by(graph, "retype_wgrads")
 
 
