@@ -153,6 +153,18 @@ def find_chain(root: fx.Node, dtype: torch.dtype) -> Chain:
     return chain
 
 
+def _scattered(node: fx.Node) -> list[Any]:
+    """The base of a scatter, and what is put into it where that is weight gradients: rows of a stack `[E, N, K]`.
+
+    What is scattered into two dims are gradients of activations (embeddings, per-expert biases).
+    """
+    if node.target is aten.embedding_dense_backward.default:
+        return []
+    base: Any = node.args[0]
+    is_put = node.target in (aten.index_put.default, aten._unsafe_index_put.default)
+    return [base, node.args[2 if is_put else 3]] if base.meta["val"].ndim > 2 else [base]
+
+
 # Which arguments of a node the gradient runs through; those of the other kinds are operands.
 _FOLLOW: dict[Kind, Callable[[fx.Node], list[Any]]] = {
     "view": lambda n: [n.args[0]],
@@ -163,7 +175,7 @@ _FOLLOW: dict[Kind, Callable[[fx.Node], list[Any]]] = {
     "cast": lambda n: [n.args[0]],
     "gemm": lambda n: [],
     "reduce": lambda n: [],
-    "scatter": lambda n: [] if n.target is aten.embedding_dense_backward.default else [n.args[0]],
+    "scatter": _scattered,
     "factory": lambda n: [],
 }
 

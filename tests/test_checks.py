@@ -46,7 +46,7 @@ def test_a_collective_without_a_wait():
 def test_a_collective_that_is_read_without_waiting():
     graph = lowered()
     (scatter,) = nodes(graph, c10d.reduce_scatter_tensor.default)
-    with graph.module.graph.inserting_behind(scatter):
+    with graph.module.graph.inserting_after(scatter):
         insert_call(graph.module.graph, aten.neg.default, (scatter,), like=scatter)
     with pytest.raises(RuntimeError, match="it has 1 among 2 users"):
         check_graph(graph.module)
@@ -55,7 +55,7 @@ def test_a_collective_that_is_read_without_waiting():
 def test_two_waits():
     graph = lowered()
     (gather,) = nodes(graph, c10d.all_gather_into_tensor.default)
-    with graph.module.graph.inserting_behind(gather):
+    with graph.module.graph.inserting_after(gather):
         insert_call(graph.module.graph, c10d.wait_tensor.default, (gather,), like=gather)
     with pytest.raises(RuntimeError, match=rf"{gather.name}.*it has 2 among 2 users"):
         check_graph(graph.module)
@@ -126,7 +126,7 @@ def test_the_user_may_switch_recomputation_off():
 
 
 def test_what_the_model_returns_may_be_a_weight():
-    forward, _, num_fwd_outputs = partitioned("blocks", without=("recompute_gathers",))
+    forward, _, _ = partitioned("blocks", without=("recompute_gathers",))
     everything = len(forward.graph.output_node().args[0])
     check_saved(forward, everything)  # all of them outputs of the user's
 

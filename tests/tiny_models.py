@@ -156,6 +156,17 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
+class PickedExperts(nn.Module):
+    """A weight for each row, as Hugging Face's batched_mm experts read them: the gradient of each row is scattered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Parameter(torch.randn(EXPERTS, OUT, IN))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return torch.bmm(self.proj[ids], x.to(BF16).unsqueeze(-1)).squeeze(-1)
+
+
 class Batched(nn.Module):
     """A batched GEMM over all experts: a form of weight gradient that no pass knows."""
 
@@ -236,6 +247,7 @@ MODELS: dict[str, Callable[[], Tiny]] = {
     "tied": lambda: Tiny(TiedHead(), (_IDS,)),
     "blocks": lambda: Tiny(Blocks(3), (_x(ROWS, IN),)),
     "checkpointed": lambda: Tiny(Blocks(2, checkpointed=True), (_x(ROWS, IN),)),
+    "picked": lambda: Tiny(PickedExperts(), (_x(ROWS, IN), _IDS)),
     "batched": lambda: Tiny(Batched(), (_x(EXPERTS, ROWS, IN),)),
 }
 

@@ -121,7 +121,8 @@ def observed(rank: int, compute: str, shard: str, options: dict[str, bool]) -> d
         torch.autograd.backward(compiled(table, **options)(x), dys)
     wire = {c.numel: str(c.dtype).removeprefix("torch.") for c in reductions(seen)}
     assert len(wire) == len(reductions(seen)), "two collectives of one size"
-    rows = {} if options else {r.leader: r for r in gtp_compile.explain(table)(x).groups}
+    asked = rank == 0 and not options  # explain never communicates, so one rank may ask alone
+    rows = {r.leader: r for r in gtp_compile.explain(table)(x).groups} if asked else {}
     result: dict[str, Any] = {"reductions": len(reductions(seen))}
     for unit, dy in zip(UNITS, dys, strict=True):
         result[unit.name] = describe(unit, table.unit(unit), x, dy, wire)
@@ -178,12 +179,12 @@ def test_truth_table(compute, shard, subtests):
     for unit in UNITS:
         with subtests.test(unit.name):
             for rank in (0, 1):
-                check(unit, DTYPES[compute], DTYPES[shard], off[rank][unit.name])
+                check(unit, DTYPES[compute], DTYPES[shard], off[rank][unit.name], explained=rank == 0)
                 if unit.protocol != "plain":  # the opt-in changes nothing, to the bit
                     assert {**on[rank][unit.name], "row": None} == {**off[rank][unit.name], "row": None}
 
 
-def check(unit: Unit, compute: torch.dtype, shard: torch.dtype, got: dict[str, Any]) -> None:
+def check(unit: Unit, compute: torch.dtype, shard: torch.dtype, got: dict[str, Any], explained: bool) -> None:
     attached = DTYPES.get(unit.main_grad)
     rule = attached or compute
     name = str(rule).removeprefix("torch.")
@@ -192,7 +193,7 @@ def check(unit: Unit, compute: torch.dtype, shard: torch.dtype, got: dict[str, A
         assert got["row"] is None
     else:
         assert got["wire"] == name
-        assert got["row"] == {
+        assert not explained or got["row"] == {
             # A GEMM that computes wider than the rule asks stays as it is; its result is cast once.
             "gemm_dtype": "float32" if compute == FP32 else name,
             "scratch_dtype": name,

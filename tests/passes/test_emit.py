@@ -183,7 +183,7 @@ def test_a_new_node_has_true_metadata_and_its_neighbours_provenance():
     graph = joint("dense")
     (like,) = nodes(graph, aten.mm.default)[1:]
     like.meta["seq_nr"] = 17
-    with graph.module.graph.inserting_behind(like):
+    with graph.module.graph.inserting_after(like):
         node = insert_call(graph.module.graph, aten.add.Tensor, (like, like), {"alpha": 2}, like=like)
     assert node.meta["val"].shape == like.meta["val"].shape
     assert node.meta["val"].dtype == BF16
@@ -196,7 +196,7 @@ def test_a_new_node_has_true_metadata_and_its_neighbours_provenance():
 def test_arguments_may_hold_nodes_in_lists():
     graph = joint("dense")
     (like,) = nodes(graph, aten.mm.default)[1:]
-    with graph.module.graph.inserting_behind(like):
+    with graph.module.graph.inserting_after(like):
         node = insert_call(graph.module.graph, aten.cat.default, ([like, like], 0), like=like)
     assert node.meta["val"].shape[0] == 2 * like.meta["val"].shape[0]
     assert values([like, 3, None])[0] is like.meta["val"]
@@ -205,7 +205,7 @@ def test_arguments_may_hold_nodes_in_lists():
 def test_an_operator_that_refuses_its_arguments_fails_where_it_is_inserted():
     graph = joint("dense")
     (like,) = nodes(graph, aten.mm.default)[1:]
-    with graph.module.graph.inserting_behind(like), pytest.raises(Exception, match=r"size|shape|view"):
+    with graph.module.graph.inserting_after(like), pytest.raises(Exception, match=r"size|shape|view"):
         insert_call(graph.module.graph, aten.view.default, (like, [7, 7]), like=like)
 
 

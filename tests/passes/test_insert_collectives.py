@@ -165,7 +165,7 @@ def test_sums_that_were_not_merged_are_returned_for_the_hook():
 def test_a_dead_materialization_leaves_no_gather():
     graph = joint("dense")
     (weight,) = nodes(graph, gtp.materialize.default)
-    with graph.module.graph.inserting_behind(weight):
+    with graph.module.graph.inserting_after(weight):
         dead = graph.module.graph.node_copy(weight)
     assert dead.meta["val"].shape == (OUT, IN)
     assert ops(run(graph, "insert_collectives"))[GATHER] == 1
