@@ -93,7 +93,7 @@ def shard(
     places = list(_places(model))
     placements = [_placement(p, shard_fn or shard_experts, mesh) for p in places]
     todo = [(p, pl) for p, pl in zip(places, placements, strict=True) if pl is not None]
-    _refuse_overlap([p for p, _ in todo])
+    _refuse_overlap(places, placements)
     if src_data_rank is None:
         _check_equal(model, mesh)
     group = mesh.get_group()
@@ -164,11 +164,11 @@ def _placement(place: _Place, shard_fn: ShardFn, mesh: DeviceMesh) -> Shard | Re
     fqn, param = place.fqn, place.param
     if isinstance(param, ShardedParameter):
         raise ValueError(f"{fqn}: is sharded already; call shard once, on the outermost module")
-    if isinstance(param, DTensor):
-        raise ValueError(f"{fqn}: is a DTensor of another tool; let shard_fn return None for it, or shard it here only")
     placement = shard_fn(fqn, place.module, param)
     if placement is None:
         return None
+    if isinstance(param, DTensor):
+        raise ValueError(f"{fqn}: is a DTensor of another tool; let shard_fn return None for it, or shard it here only")
     if not isinstance(placement, Shard | Replicate):
         raise TypeError(f"{fqn}: shard_fn returns Shard(dim), Replicate() or None, got {placement!r}")
     if not param.is_floating_point():
@@ -193,28 +193,31 @@ def _placement(place: _Place, shard_fn: ShardFn, mesh: DeviceMesh) -> Shard | Re
     return Shard(dim)
 
 
-def _refuse_overlap(places: list[_Place]) -> None:
+def _refuse_overlap(places: list[_Place], placements: list[Shard | Replicate | None]) -> None:
     """Two parameters over one storage would be two weights with two main_grads, and an optimizer would part them."""
-    owner: dict[int, _Place] = {}
-    for place in places:
-        storage = place.param.untyped_storage()
-        if storage.nbytes() == 0:
-            continue
-        first = owner.setdefault(storage.data_ptr(), place)
-        if first is not place and _overlap(first.param, place.param):
-            raise ValueError(
-                f"{place.fqn}: shares memory with {first.fqn}, but is another Parameter; tie them by assigning one "
-                "Parameter to both modules, or give one of them memory of its own"
-            )
+    spans: dict[int, list[tuple[int, int, bool, _Place]]] = {}
+    for place, placement in zip(places, placements, strict=True):
+        param = place.param
+        if not (isinstance(param, DTensor) or param.is_meta or param.numel() == 0):
+            start, end = _span(param)
+            storage = param.untyped_storage().data_ptr()
+            spans.setdefault(storage, []).append((start, end, placement is not None, place))
+    for found in spans.values():
+        found.sort(key=lambda span: span[:2])
+        furthest = found[0]
+        for span in found[1:]:
+            if span[0] < furthest[1] and (span[2] or furthest[2]):
+                raise ValueError(
+                    f"{span[3].fqn}: shares memory with {furthest[3].fqn}, but is another Parameter; tie them by "
+                    "assigning one Parameter to both modules, or give one of them memory of its own"
+                )
+            furthest = max(furthest, span, key=lambda s: s[1])
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    def span(t: Tensor) -> tuple[int, int]:
-        start = t.data_ptr()
-        return start, start + (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize
-
-    (a0, a1), (b0, b1) = span(a), span(b)
-    return a0 < b1 and b0 < a1
+def _span(t: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte, and of the one behind its last."""
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
 
 
 def _local_part(full: Tensor, dim: int, mesh: DeviceMesh, src: int | None) -> Tensor:
