@@ -188,20 +188,31 @@ class _Walk:
         self.dtype = dtype
         self.seen: set[fx.Node] = set()
 
-    def visit(self, node: fx.Node) -> None:
-        if node in self.seen:
-            return
-        self.seen.add(node)
+    def visit(self, root: fx.Node) -> None:
+        todo = [(root, False)]  # by hand, since a sum of many uses is a deep chain; True: its inputs are done
+        while todo:
+            node, done = todo.pop()
+            if done:
+                self._add(node)
+            elif node not in self.seen:
+                self.seen.add(node)
+                kind = kind_of(node)
+                if kind is None:
+                    self._cut(node)
+                else:
+                    todo.append((node, True))
+                    todo += [(a, False) for a in reversed(_FOLLOW[kind](node))]
+
+    def _cut(self, node: fx.Node) -> None:
+        self.chain.operands.append(node)
+        # What is as wide as the sum will be has lost nothing, whatever computed it.
+        if node.meta["val"].dtype.itemsize < self.dtype.itemsize:
+            self.chain.unknown[node] = Skip(node.name, _why_unknown(node))
+
+    def _add(self, node: fx.Node) -> None:
         kind = kind_of(node)
-        if kind is None:
-            self.chain.operands.append(node)
-            # What is as wide as the sum will be has lost nothing, whatever computed it.
-            if node.meta["val"].dtype.itemsize < self.dtype.itemsize:
-                self.chain.unknown[node] = Skip(node.name, _why_unknown(node))
-            return
+        assert kind is not None
         follow = _FOLLOW[kind](node)
-        for arg in follow:
-            self.visit(arg)
         self.chain.operands += [a for a in node.all_input_nodes if a not in follow and a not in self.chain.operands]
         self.chain.nodes.append(node)
         if kind == "gemm":

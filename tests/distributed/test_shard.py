@@ -179,8 +179,8 @@ REFUSALS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         lambda mesh: nn.LSTM(8, 8),
         {},
         ValueError,
-        "weight_ih_l0: LSTM keeps its weights in a list of its own, which gtp_compile can't follow; let shard_fn return "
-        "None for it and reduce its gradients with DistributedDataParallel",
+        "weight_ih_l0: LSTM keeps its weights in a list of its own, which gtp_compile can't follow; let shard_fn "
+        "return None for it and reduce its gradients with DistributedDataParallel",
     ),
     "foreign_dtensor": (
         lambda mesh: dtensor_linear(mesh),
@@ -271,7 +271,7 @@ def test_what_would_part_the_pair_raises(case, mesh):
 
 def test_assignment_to_a_placed_weight_raises(mesh):
     model = gtp_compile.shard(nn.Linear(8, 8), mesh)
-    with pytest.raises(ValueError, match="^weight: a sharded parameter can't be replaced"):
+    with pytest.raises(ValueError, match=r"^weight: a sharded parameter can't be replaced"):
         model.weight = nn.Parameter(torch.zeros(8, 8))
     model.weight = model.weight  # what some libraries do to tie weights
 
