@@ -97,16 +97,22 @@ def _with_bookkeeping(compiled: Callable[..., Any], captured: list[CapturedGraph
         for graph in captured:
             graph.calls.append(tuple(a.fqn if isinstance(a, ComputeLeaf) else "" for a in args))
             graph.inputs = args if graph.joint is not None else ()
+        before = [_node(a) for a in args]
         out = compiled(*args)
         trained = [leaf for leaf in leaves if leaf.requires_grad and leaf.main_grad is not None]
         if trained and torch.is_grad_enabled():
-            _before_backward(out, trained)
+            written = [a for a, node in zip(args, before, strict=True) if _node(a) is not node]
+            _before_backward([*out, *written], before, trained)
         return out
 
     return run
 
 
-def _before_backward(outputs: Any, leaves: list[ComputeLeaf]) -> None:
+def _node(x: Any) -> Any:
+    return x.grad_fn if isinstance(x, torch.Tensor) else None
+
+
+def _before_backward(outputs: Sequence[Any], inputs: Sequence[Any], leaves: list[ComputeLeaf]) -> None:
     """Have `prepare_accumulation` run when backward reaches the compiled graph, not when forward left it.
 
     `zero_grad` may come between the two.
@@ -116,15 +122,18 @@ def _before_backward(outputs: Any, leaves: list[ComputeLeaf]) -> None:
         for leaf in leaves:
             prepare_accumulation(leaf)
 
-    node = _compiled_node(outputs)
+    node = _compiled_node(outputs, inputs)
     if node is not None:
         node.register_prehook(prepare)
 
 
-def _compiled_node(outputs: Any) -> Any:
-    """The autograd node of the compiled graph that made `outputs` (an output may be a view on top of it)."""
-    todo = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-    seen = set()
+def _compiled_node(outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    """The autograd node of the compiled graph that made `outputs` (an output may be a view on top of it).
+
+    Not one of the nodes behind the graph's `inputs`: an output may be a view of an input, which another graph made.
+    """
+    todo = [node for t in outputs if (node := _node(t)) is not None]
+    seen = set(inputs)
     while todo:
         node = todo.pop(0)
         if node in seen:

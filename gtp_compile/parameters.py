@@ -136,6 +136,12 @@ class ShardedParameter(DTensor):
         self.requires_grad = requires_grad
         return self
 
+    def register_hook(self, hook: Any) -> Any:
+        raise NotImplementedError(
+            f"{self.leaf.fqn}: the gradient of a sharded parameter goes to main_grad inside the backward, past tensor "
+            "hooks; use register_post_accumulate_grad_hook, which fires when main_grad is final"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise NotImplementedError(
             f"{self.leaf.fqn}: a sharded parameter can't be copied with deepcopy; build the second model, shard it, "

@@ -253,6 +253,11 @@ COPIES = {
     "to": (lambda m: m.to("meta"), "Linear: a sharded module can't be moved or cast"),
     "half": (lambda m: m.half(), "Linear: a sharded module can't be moved or cast"),
     "to_empty": (lambda m: m.to_empty(device="cpu"), "Linear: a sharded module can't be moved or cast"),
+    "register_hook": (
+        lambda m: m[0].weight.register_hook(print),
+        "0.weight: the gradient of a sharded parameter goes to main_grad inside the backward, past tensor hooks; use "
+        "register_post_accumulate_grad_hook",
+    ),
     "deepcopy_parameter": (
         lambda m: copy.deepcopy(m[0].weight),
         "0.weight: a sharded parameter can't be copied with deepcopy",
@@ -261,7 +266,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("case", COPIES)
-def test_what_would_part_the_pair_raises(case, mesh):
+def test_what_can_not_work_raises(case, mesh):
     model = gtp_compile.shard(nn.Sequential(nn.Linear(8, 8)), mesh)
     act, message = COPIES[case]
     with pytest.raises(NotImplementedError) as caught:
