@@ -8,7 +8,14 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from gtp_compile._compat import compile_fx, compile_fx_inner, compile_name, make_boxed_func, uncached
+from gtp_compile._compat import (
+    compile_fx,
+    compile_fx_inner,
+    compile_name,
+    make_boxed_func,
+    uncached,
+    will_accumulate,
+)
 from gtp_compile.config import GtpOptions, parse_options
 from gtp_compile.parameters import ComputeLeaf, prepare_accumulation
 from gtp_compile.partition import GtpPartitioner, lower_inference
@@ -115,16 +122,27 @@ def _node(x: Any) -> Any:
 def _before_backward(outputs: Sequence[Any], inputs: Sequence[Any], leaves: list[ComputeLeaf]) -> None:
     """Have `prepare_accumulation` run when backward reaches the compiled graph, not when forward left it.
 
-    `zero_grad` may come between the two.
+    `zero_grad` may come between the two. A backward that is not asked for a weight's gradient (`autograd.grad` of the
+    input alone) runs the whole compiled graph all the same; such a main_grad is put back behind it.
     """
+    spared: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def prepare(grads: Any) -> None:
         for leaf in leaves:
-            prepare_accumulation(leaf)
+            if will_accumulate(leaf):
+                prepare_accumulation(leaf)
+            elif leaf.main_grad is not None:
+                spared.append((leaf.main_grad, leaf.main_grad.clone()))
+
+    def put_back(grad_inputs: Any, grad_outputs: Any) -> None:
+        while spared:
+            main_grad, contents = spared.pop()
+            main_grad.copy_(contents)
 
     node = _compiled_node(outputs, inputs)
     if node is not None:
         node.register_prehook(prepare)
+        node.register_hook(put_back)
 
 
 def _compiled_node(outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
