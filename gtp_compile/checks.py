@@ -14,7 +14,6 @@ from gtp_compile.passes.base import NOTE, outputs_of
 from gtp_compile.passes.emit import values
 from gtp_compile.passes.insert_collectives import GatherNote
 from gtp_compile.passes.order_collectives import is_collective_start
-from gtp_compile.passes.wgrad_patterns import kind_of
 
 __all__ = ["check_graph", "check_metadata", "check_saved"]
 
@@ -71,7 +70,7 @@ def check_metadata(gm: fx.GraphModule) -> None:
 
 
 def check_saved(forward: fx.GraphModule, num_fwd_outputs: int) -> None:
-    """Nothing that forward saves for backward may be a gathered weight, or a view of one.
+    """Nothing that forward saves for backward may be a gathered weight, or made of one alone.
 
     Raises:
         RuntimeError: the message names the saved value.
@@ -79,8 +78,8 @@ def check_saved(forward: fx.GraphModule, num_fwd_outputs: int) -> None:
     gathered: set[fx.Node] = set()
     for node in forward.graph.nodes:
         inputs = node.all_input_nodes
-        view = bool(inputs) and all(a in gathered for a in inputs) and kind_of(node) in ("view", "cast", "list")
-        if isinstance(node.meta.get(NOTE), GatherNote) or view:
+        alone = bool(inputs) and node.op == "call_function" and all(a in gathered for a in inputs)
+        if isinstance(node.meta.get(NOTE), GatherNote) or alone:
             gathered.add(node)
     for node in outputs_of(forward.graph)[num_fwd_outputs:]:
         if node in gathered:

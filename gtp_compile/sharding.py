@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from gtp_compile.grouped_linear import GroupedLinear
-from gtp_compile.parameters import ComputeLeaf, ShardedParameter, materialize_leaves, pair
+from gtp_compile.parameters import (
+    ComputeLeaf,
+    ShardedParameter,
+    check_main_grad_dtype,
+    materialize_leaves,
+    pair,
+)
 from gtp_compile.passes.collective_ops import REPLICATED, Layout
 
 __all__ = ["ShardFn", "leaves_of", "shard", "shard_experts"]
@@ -144,6 +150,8 @@ def _check_arguments(
     for name, dtype in (("param_dtype", param_dtype), ("main_grad_dtype", main_grad_dtype)):
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"{name}: a floating-point dtype is expected, got {dtype}")
+    if main_grad_dtype is not None:
+        check_main_grad_dtype(main_grad_dtype, "main_grad_dtype")
     if src_data_rank is not None and not 0 <= src_data_rank < mesh.size():
         raise ValueError(f"src_data_rank: a rank of the mesh (0 to {mesh.size() - 1}) is expected, got {src_data_rank}")
 

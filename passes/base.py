@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 __all__ = ["NOTE", "Pass", "PassContext", "PassReport", "Phase", "Skip", "outputs_of"]
 
-Phase = Literal["joint", "forward", "backward", "inference"]
+Phase = Literal["joint", "backward", "inference"]
 
 NOTE = "gtp"  # the one key of ours in node.meta
 
 
 @dataclass(frozen=True, slots=True)
 class PassContext:
-    """What a pass may depend on. All of it is part of the compile cache's key.
+    """What a pass may depend on, beside the graph: nothing that ranks or processes may differ in.
 
     Attributes:
         phase: which graph this is.

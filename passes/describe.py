@@ -36,7 +36,6 @@ class GroupInfo:
         main_grad_dtype: the accumulator (of the first member that has one); None without one.
         rule_dtype: what the dtype rule asks for.
         full_shape: of what is reduced, `[*full]` or `[members that are not frozen, *full]`.
-        wire: bytes that each rank sends for the reduction, as an expression in W and the sizes.
     """
 
     inputs: tuple[int, ...]
