@@ -14,7 +14,7 @@ through `_collect`, its post-accumulate hook.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,7 @@ class ComputeLeaf(nn.Parameter):
     Attributes:
         fqn: qualified name of the registered parameter.
         mesh_layout: where the parts live (`layout` is a tensor attribute).
+        shard_rank: this rank's number in the group that holds the shards (0 where replicated).
         param_dtype: dtype in which the weight is gathered and computed with.
         main_grad: accumulator of the local shape, or None.
         group: the leaves of the weight group, leader first (a group of one but for discrete grouped weights).
@@ -50,6 +51,7 @@ class ComputeLeaf(nn.Parameter):
     fqn: str
     mesh_layout: Layout
     param_dtype: torch.dtype
+    shard_rank: int
     main_grad: Tensor | None
     group: tuple[ComputeLeaf, ...]
     eager_uses: int
@@ -84,7 +86,7 @@ class ComputeLeaf(nn.Parameter):
         grad = grads[0] if len(grads) == 1 else torch.stack(grads)
         dtype = weight_grad_dtype(self, grad.dtype)
         with torch.no_grad():
-            reduced = emit_reduce(RunEmit(), grad, len(grads), self.mesh_layout, dtype)
+            reduced = emit_reduce(RunEmit(), grad, self.group, self.mesh_layout, dtype)
             for leaf, part in zip(self.group, reduced, strict=True):
                 _deliver(leaf, part)
 
@@ -144,10 +146,11 @@ class ShardedParameter(DTensor):
 def pair(
     local: Tensor,
     mesh: DeviceMesh,
-    placement: Placement,
+    placements: Sequence[Placement],
     *,
     fqn: str,
     layout: Layout,
+    shard_rank: int,
     global_shape: torch.Size,
     requires_grad: bool,
     param_dtype: torch.dtype,
@@ -155,12 +158,12 @@ def pair(
 ) -> ShardedParameter:
     """The registered parameter over `local` (this rank's part, contiguous), with its leaf and main_grad attached."""
     stride = torch.empty(global_shape, device="meta").stride()
-    dtensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=global_shape, stride=stride)
+    dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=global_shape, stride=stride)
     param: Any = nn.Parameter(dtensor, requires_grad=False)
     # A DTensor subclass can't be handed to nn.Parameter: detach() returns a plain DTensor.
     param.__class__ = ShardedParameter
     leaf = torch.Tensor._make_subclass(ComputeLeaf, param.to_local().detach(), False)
-    leaf.fqn, leaf.mesh_layout, leaf.param_dtype = fqn, layout, param_dtype
+    leaf.fqn, leaf.mesh_layout, leaf.shard_rank, leaf.param_dtype = fqn, layout, shard_rank, param_dtype
     leaf.main_grad = None if main_grad_dtype is None else torch.zeros_like(local, dtype=main_grad_dtype)
     leaf.group, leaf.eager_uses, leaf.rounding_reported = (leaf,), 0, False
     leaf.recorder, leaf.emit = None, None

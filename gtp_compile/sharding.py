@@ -7,7 +7,7 @@ import hashlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ __all__ = ["ShardFn", "leaves_of", "shard", "shard_experts"]
 
 log = logging.getLogger(__name__)
 
-ShardFn = Callable[[str, nn.Module, nn.Parameter], Placement | None]
+ShardFn = Callable[[str, nn.Module, nn.Parameter], Placement | Sequence[Placement] | None]
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
@@ -75,14 +75,16 @@ def shard(
 
     Args:
         model: any module; nobody needs to change it. Its parameters are equal on all ranks, or taken from one.
-        mesh: a one-dimensional device mesh.
-        shard_fn: `(fqn, module, param) -> Shard(dim) | Replicate() | None`; None leaves a parameter plain, so that
-            nothing reduces its gradient. Default: `shard_experts`.
+        mesh: a device mesh. On one of several dims a weight is sharded over one of them and replicated over the others.
+        shard_fn: `(fqn, module, param) -> Shard(dim) | Replicate() | None`, or a sequence of placements, one per mesh
+            dim. A lone `Shard(dim)` means the last mesh dim, as in hybrid-sharded data parallelism. None leaves a
+            parameter plain, so that nothing reduces its gradient. Default: `shard_experts`.
         param_dtype: dtype in which weights are gathered and computed with; None: each parameter's own.
         main_grad_dtype: dtype of the accumulators, hence (the dtype rule) of the weight gradients and of their sum
             over ranks. None attaches none.
         reduce_op: "avg" (a loss averaged over each rank's batch) or "sum" (a loss summed over all tokens).
-        src_data_rank: rank of the mesh whose parameters and buffers everybody gets. None: nothing travels, but a hash
+        src_data_rank: rank (position in the flattened mesh) whose parameters and buffers everybody gets. None:
+            nothing travels, but a hash
             of the values is compared across ranks.
 
     Raises:
@@ -96,17 +98,18 @@ def shard(
     _refuse_overlap([p for p, _ in todo])
     if src_data_rank is None:
         _check_equal(model, mesh)
-    group = mesh.get_group()
     made: dict[int, ShardedParameter] = {}
-    for place, placement in todo:
-        dim = placement.dim if isinstance(placement, Shard) else REPLICATED
+    for place, spread in todo:
         param = place.param
+        layout = _layout(param, spread, mesh, reduce_op)
+        rank = mesh.get_local_rank(_shard_axis(spread)) if layout.sharded else 0
         made[id(param)] = pair(
-            _local_part(param.detach(), dim, mesh, src_data_rank),
+            _local_part(param.detach(), layout, rank, spread, mesh, src_data_rank),
             mesh,
-            placement,
+            spread,
             fqn=place.fqn,
-            layout=Layout(group.group_name, mesh.size(), dim, reduce_op),
+            layout=layout,
+            shard_rank=rank,
             global_shape=param.shape,
             requires_grad=param.requires_grad,
             param_dtype=param_dtype or param.dtype,
@@ -115,8 +118,9 @@ def shard(
         for module, name in place.holders:
             module._parameters[name] = made[id(param)]  # type: ignore[assignment]
     if src_data_rank is not None:
-        for _, buffer in model.named_buffers():
-            dist.broadcast(buffer, group=group, group_src=src_data_rank)
+        for buffer in model.buffers():
+            for axis, source in enumerate(_coordinate(src_data_rank, mesh)):
+                dist.broadcast(buffer, group=mesh.get_group(axis), group_src=source)
     _swap_classes(model)
     return model
 
@@ -135,8 +139,6 @@ def _check_arguments(
 ) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: a DeviceMesh is expected, got {type(mesh).__name__}; see init_device_mesh")
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh: one dimension is expected, got {mesh.ndim}; pass one of its submeshes")
     if reduce_op not in ("avg", "sum"):
         raise ValueError(f"reduce_op: 'avg' or 'sum' is expected, got {reduce_op!r}")
     for name, dtype in (("param_dtype", param_dtype), ("main_grad_dtype", main_grad_dtype)):
@@ -160,37 +162,72 @@ def _places(model: nn.Module) -> Iterator[_Place]:
         yield _Place(fqn, module, params[key], tuple((m, n) for _, m, n in found))
 
 
-def _placement(place: _Place, shard_fn: ShardFn, mesh: DeviceMesh) -> Shard | Replicate | None:
+def _placement(place: _Place, shard_fn: ShardFn, mesh: DeviceMesh) -> tuple[Shard | Replicate, ...] | None:
+    """What `shard_fn` wants for a parameter, one placement per mesh dim, checked; None: leave it plain."""
     fqn, param = place.fqn, place.param
     if isinstance(param, ShardedParameter):
         raise ValueError(f"{fqn}: is sharded already; call shard once, on the outermost module")
     if isinstance(param, DTensor):
         raise ValueError(f"{fqn}: is a DTensor of another tool; let shard_fn return None for it, or shard it here only")
-    placement = shard_fn(fqn, place.module, param)
-    if placement is None:
+    wanted = shard_fn(fqn, place.module, param)
+    if wanted is None:
         return None
-    if not isinstance(placement, Shard | Replicate):
-        raise TypeError(f"{fqn}: shard_fn returns Shard(dim), Replicate() or None, got {placement!r}")
+    spread = tuple(wanted) if isinstance(wanted, list | tuple) else (*[Replicate()] * (mesh.ndim - 1), wanted)
+    if not all(isinstance(p, Shard | Replicate) for p in spread):
+        raise TypeError(f"{fqn}: shard_fn returns Shard(dim), Replicate(), a sequence of them, or None, got {wanted!r}")
+    if len(spread) != mesh.ndim:
+        raise ValueError(f"{fqn}: one placement per mesh dim is expected ({mesh.ndim}), shard_fn gave {len(spread)}")
+    shards = [p for p in spread if isinstance(p, Shard)]
+    if len(shards) > 1:
+        raise ValueError(
+            f"{fqn}: can be sharded over one mesh dim only, shard_fn gave {spread!r}; flatten the two dims"
+        )
+    _check_placeable(place)
+    if not shards:
+        return spread
+    dim = shards[0].dim + param.ndim if shards[0].dim < 0 else shards[0].dim
+    if not 0 <= dim < param.ndim:
+        raise ValueError(f"{fqn}: can't shard dim {shards[0].dim} of shape {tuple(param.shape)}")
+    return tuple(Shard(dim) if isinstance(p, Shard) else p for p in spread)
+
+
+def _check_placeable(place: _Place) -> None:
+    fqn, param = place.fqn, place.param
     if not param.is_floating_point():
         raise ValueError(f"{fqn}: only floating-point parameters are placed, this one is {param.dtype}; return None")
-    if param.is_meta:
-        raise ValueError(f"{fqn}: is on the meta device; give the model memory first (to_empty) and initialise it")
     if isinstance(place.module, nn.RNNBase):
         raise ValueError(
             f"{fqn}: {type(place.module).__name__} keeps its weights in a list of its own, which gtp_compile can't "
             "follow; let shard_fn return None for it and reduce its gradients with DistributedDataParallel"
         )
-    if isinstance(placement, Replicate):
-        return placement
-    dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
-    if not 0 <= dim < param.ndim:
-        raise ValueError(f"{fqn}: can't shard dim {placement.dim} of shape {tuple(param.shape)}")
-    if param.shape[dim] % mesh.size():
-        raise ValueError(
-            f"{fqn}: dim {dim} of shape {tuple(param.shape)} does not divide by the mesh's {mesh.size()} ranks; "
-            "let shard_fn return another dim or Replicate() for it"
-        )
-    return Shard(dim)
+
+
+def _shard_axis(spread: Sequence[Placement]) -> int:
+    """The mesh dim over which a weight is sharded; -1 where it is replicated over all."""
+    return next((axis for axis, p in enumerate(spread) if isinstance(p, Shard)), -1)
+
+
+def _layout(param: nn.Parameter, spread: Sequence[Placement], mesh: DeviceMesh, reduce_op: str) -> Layout:
+    axis = _shard_axis(spread)
+    axes = [axis, *(a for a in range(mesh.ndim) if a != axis)] if axis >= 0 else list(range(mesh.ndim))
+    placement = spread[axis]
+    dim = placement.dim if isinstance(placement, Shard) else REPLICATED
+    return Layout(
+        tuple(mesh.get_group(a).group_name for a in axes),
+        tuple(mesh.size(a) for a in axes),
+        dim,
+        param.shape[dim] if dim != REPLICATED else 0,
+        reduce_op,
+    )
+
+
+def _coordinate(rank: int, mesh: DeviceMesh) -> list[int]:
+    """The coordinates in the mesh of its `rank`-th member, in row-major order."""
+    coordinate = []
+    for axis in reversed(range(mesh.ndim)):
+        rank, c = divmod(rank, mesh.size(axis))
+        coordinate.insert(0, c)
+    return coordinate
 
 
 def _refuse_overlap(places: list[_Place]) -> None:
@@ -217,36 +254,57 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return a0 < b1 and b0 < a1
 
 
-def _local_part(full: Tensor, dim: int, mesh: DeviceMesh, src: int | None) -> Tensor:
+def _local_part(
+    full: Tensor, layout: Layout, rank: int, spread: Sequence[Placement], mesh: DeviceMesh, src: int | None
+) -> Tensor:
     """This rank's part of a parameter, contiguous and in memory of its own; one weight travels at a time."""
-    group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-    if dim == REPLICATED:
-        local = full.clone(memory_format=torch.contiguous_format)
-        if src is not None:
-            dist.broadcast(local, group=group, group_src=src)
-        return local
-    if src is None:
-        return full.chunk(size, dim)[rank].clone(memory_format=torch.contiguous_format)
-    parts = [part.contiguous() for part in full.chunk(size, dim)]
-    local = torch.empty_like(parts[0])
-    dist.scatter(local, parts if rank == src else None, group=group, group_src=src)
-    return local
+    part = full.clone(memory_format=torch.contiguous_format)
+    if src is None or full.is_meta:
+        return layout.part(part, rank).clone(memory_format=torch.contiguous_format)
+    # Along one mesh dim after the other, as DTensor does: what the source gives to its neighbours they pass on.
+    for axis, source in enumerate(_coordinate(src, mesh)):
+        group = mesh.get_group(axis)
+        if isinstance(spread[axis], Shard):
+            part = _scatter(part, layout, rank, group, source)
+        else:
+            dist.broadcast(part, group=group, group_src=source)
+    return part
+
+
+def _scatter(full: Tensor, layout: Layout, rank: int, group: dist.ProcessGroup, source: int) -> Tensor:
+    """This rank's part of what `source` holds. Equal parts travel: the last ones are padded."""
+    shape = list(full.shape)
+    shape[layout.dim] = layout.chunk
+    parts = []
+    if rank == source:
+        for r in range(layout.shards):
+            padded = full.new_zeros(shape)
+            begin, end = layout.rows(r)
+            padded.narrow(layout.dim, 0, end - begin).copy_(layout.part(full, r))
+            parts.append(padded)
+    mine = full.new_empty(shape)
+    dist.scatter(mine, parts or None, group=group, group_src=source)
+    begin, end = layout.rows(rank)
+    return mine.narrow(layout.dim, 0, end - begin).clone(memory_format=torch.contiguous_format)
 
 
 def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     """With `src_data_rank=None` the ranks must hold equal values; compare a digest of each tensor."""
-    if mesh.size() == 1 or dist.get_backend(mesh.get_group()) == "fake":
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return
     mine = {name: _digest(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    all_ranks: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(all_ranks, mine, group=mesh.get_group())
-    for name in mine:
-        odd = [rank for rank, theirs in enumerate(all_ranks) if theirs.get(name) != all_ranks[0].get(name)]
-        if odd:
-            raise ValueError(
-                f"{name}: its values on rank(s) {odd} differ from those on rank 0; seed the ranks alike, or let "
-                "shard send one rank's values to all with src_data_rank=0"
-            )
+    for group in mesh.get_all_groups():
+        if group.size() == 1 or dist.get_backend(group) == "fake":
+            continue
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, mine, group=group)
+        for name in mine:
+            odd = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != everyone[0].get(name)]
+            if odd:
+                raise ValueError(
+                    f"{name}: its values on rank(s) {odd} differ from those on rank 0; seed the ranks alike, or let "
+                    "shard send one rank's values to all with src_data_rank=0"
+                )
 
 
 def _digest(t: Tensor) -> str:
