@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from gtp_compile.backend import gtp
     from gtp_compile.explaining import explain
     from gtp_compile.grouped_linear import GroupedLinear
+    from gtp_compile.optim import MainGradOptimizer
     from gtp_compile.sharding import shard
     from gtp_compile.verifying import verify
     from gtp_compile.weights import (
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DistributedWeight",
     "GroupedLinear",
+    "MainGradOptimizer",
     "explain",
     "finalize_weight_grads",
     "gtp",
@@ -41,6 +43,7 @@ __all__ = [
 _HOME = {
     "DistributedWeight": "weights",
     "GroupedLinear": "grouped_linear",
+    "MainGradOptimizer": "optim",
     "explain": "explaining",
     "finalize_weight_grads": "weights",
     "gtp": "backend",

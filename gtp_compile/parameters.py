@@ -14,12 +14,13 @@ through `_collect`, its post-accumulate hook.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from gtp_compile.passes.anchors import materialize
 from gtp_compile.passes.collective_ops import Layout, emit_reduce
@@ -30,7 +31,15 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["ComputeLeaf", "ShardedParameter", "local_of", "materialize_leaves", "pair", "prepare_accumulation"]
+__all__ = [
+    "ComputeLeaf",
+    "ShardedParameter",
+    "local_of",
+    "materialize_leaves",
+    "pair",
+    "prepare_accumulation",
+    "renewed",
+]
 
 
 class ComputeLeaf(nn.Parameter):
@@ -43,6 +52,8 @@ class ComputeLeaf(nn.Parameter):
         param_dtype: dtype in which the weight is gathered and computed with.
         main_grad: accumulator of the local shape, or None.
         group: the leaves of the weight group, leader first (a group of one but for discrete grouped weights).
+        holders: the modules that registered the parameter, and under which names.
+        replacement: the pair that a conversion of the module put in this one's place.
         eager_uses: how many gradients arrived outside compiled graphs.
     """
 
@@ -58,6 +69,8 @@ class ComputeLeaf(nn.Parameter):
     recorder: Any  # called by gtp::record (verify)
     emit: Any  # how collectives run outside compiled graphs (explain)
     rounding_reported: bool
+    replacement: ShardedParameter | None
+    holders: set[tuple[weakref.ref[nn.Module], str]]
     _registered: weakref.ref[ShardedParameter]
     _aliased: Tensor | None
 
@@ -67,6 +80,20 @@ class ComputeLeaf(nn.Parameter):
         param = self._registered()
         assert param is not None, f"{self.fqn}: the registered parameter is gone, its compute leaf is still used"
         return param
+
+    def check_in_place(self) -> None:
+        """Refuse to run where a module holds another tensor in the parameter's place: it would not be read.
+
+        Raises:
+            RuntimeError: names the weight, and the way out.
+        """
+        for module_ref, name in self.holders:
+            module = module_ref()
+            if module is not None and module._parameters.get(name) is not self._registered():
+                raise RuntimeError(
+                    f"{self.fqn}: another tensor stands in its place (functional_call?), but a sharded weight is "
+                    "gathered from its own shard; write the values into the parameter instead"
+                )
 
     # The protocol (weights.DistributedWeight), for code that works with weights instead of graphs.
 
@@ -136,11 +163,52 @@ class ShardedParameter(DTensor):
         self.requires_grad = requires_grad
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise NotImplementedError(
-            f"{self.leaf.fqn}: a sharded parameter can't be copied with deepcopy; build the second model, shard it, "
-            "and load the first one's state_dict into it"
-        )
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> ShardedParameter:
+        """Take the values of `src`: a DTensor, or a plain tensor that holds the whole weight."""
+        if isinstance(src, DTensor):
+            super().copy_(src, non_blocking)
+        else:
+            if src.shape != self.shape:
+                raise ValueError(
+                    f"{self.leaf.fqn}: values of shape {tuple(self.shape)} expected, got {tuple(src.shape)}"
+                )
+            self.leaf.data.copy_(self.leaf.mesh_layout.part(src, self.leaf.shard_rank), non_blocking)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        if id(self) in memo:
+            return memo[id(self)]
+        leaf = self.leaf
+        main_grad = None if leaf.main_grad is None else leaf.main_grad.clone()
+        new = _another(self, leaf.detach().clone(), main_grad)
+        memo[id(self)] = new
+        if self.grad is not None:
+            aliased = leaf._aliased is not None and leaf._aliased is leaf.main_grad
+            new.grad = like(
+                new, new.leaf.main_grad if aliased and main_grad is not None else local_of(self.grad).clone()
+            )
+            new.leaf._aliased = new.leaf.main_grad if aliased else None
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        leaf = self.leaf
+        facts = (leaf.fqn, leaf.mesh_layout, leaf.param_dtype, self.requires_grad)
+        return _unpickled, (self.detach(), facts, leaf.main_grad), None
+
+
+def _sampler(name: str) -> Callable[..., ShardedParameter]:
+    def sample(self: ShardedParameter, *args: Any, **kwargs: Any) -> ShardedParameter:
+        full = torch.empty(self.shape, dtype=self.dtype, device=self.leaf.device)
+        getattr(full, name)(*args, **kwargs)
+        return self.copy_(full)
+
+    sample.__name__ = name
+    sample.__doc__ = f"`Tensor.{name}`, drawn for the whole weight on every rank: seeded alike, as if not sharded."
+    return sample
+
+
+for _name in ("uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"):
+    setattr(ShardedParameter, _name, _sampler(_name))
 
 
 def pair(
@@ -166,13 +234,82 @@ def pair(
     leaf.fqn, leaf.mesh_layout, leaf.shard_rank, leaf.param_dtype = fqn, layout, shard_rank, param_dtype
     leaf.main_grad = None if main_grad_dtype is None else torch.zeros_like(local, dtype=main_grad_dtype)
     leaf.group, leaf.eager_uses, leaf.rounding_reported = (leaf,), 0, False
-    leaf.recorder, leaf.emit = None, None
+    leaf.recorder, leaf.emit, leaf.replacement, leaf.holders = None, None, None, set()
     leaf._registered, leaf._aliased = weakref.ref(param), None
     param.leaf = leaf
     param.requires_grad = requires_grad
     # A gradient that is already in main_grad's dtype must not be rounded to the leaf's on its way.
     leaf.grad_dtype = None
     return param
+
+
+def _another(param: ShardedParameter, local: Tensor, main_grad: Tensor | None) -> ShardedParameter:
+    """A pair placed as `param` is, over other memory."""
+    leaf = param.leaf
+    new = pair(
+        local,
+        param.device_mesh,
+        param.placements,
+        fqn=leaf.fqn,
+        layout=leaf.mesh_layout,
+        shard_rank=leaf.shard_rank,
+        global_shape=param.shape,
+        requires_grad=param.requires_grad,
+        param_dtype=leaf.param_dtype,
+        main_grad_dtype=None,
+    )
+    new.leaf.main_grad = main_grad
+    return new
+
+
+def renewed(param: ShardedParameter, fn: Callable[[Tensor], Tensor]) -> ShardedParameter:
+    """`param` after a conversion of the module that holds it (`Module._apply`): itself, or a pair over other memory.
+
+    Raises:
+        TypeError: the conversion changes the dtype: the shards are the masters of what is trained.
+        ValueError: it goes to another kind of device than the mesh's.
+    """
+    leaf = param.leaf
+    if leaf.replacement is not None:  # tied: another module's conversion came first
+        return leaf.replacement
+    local = fn(leaf.detach())
+    if local.dtype != leaf.dtype:
+        raise TypeError(
+            f"{leaf.fqn}: its shard is {leaf.dtype}, and stays so (it is what the optimizer trains); to compute in "
+            f"{local.dtype}, give it to gtp_compile.shard as param_dtype, or convert the model before"
+        )
+    device = param.device_mesh.device_type
+    if local.device.type not in (device, "meta"):
+        raise ValueError(f"{leaf.fqn}: lives on a mesh of {device} devices, can't move to {local.device}")
+    if local.device == leaf.device and (local.is_meta or local.data_ptr() == leaf.data_ptr()):
+        return param
+    main_grad = None if leaf.main_grad is None else torch.zeros_like(local, dtype=leaf.main_grad.dtype)
+    if main_grad is not None and leaf.main_grad is not None and not leaf.is_meta:
+        main_grad.copy_(leaf.main_grad)
+    leaf.replacement = _another(param, local.detach().contiguous(), main_grad)
+    return leaf.replacement
+
+
+def _unpickled(dtensor: DTensor, facts: tuple[Any, ...], main_grad: Tensor | None) -> ShardedParameter:
+    fqn, layout, param_dtype, requires_grad = facts
+    mesh = dtensor.device_mesh
+    axes = [a for a, p in enumerate(dtensor.placements) if isinstance(p, Shard)]
+    order = axes + [a for a in range(mesh.ndim) if a not in axes]
+    names = tuple(mesh.get_group(a).group_name for a in order)  # groups have other names in another process
+    new = pair(
+        dtensor.to_local(),
+        mesh,
+        dtensor.placements,
+        fqn=fqn,
+        layout=replace(layout, group_names=names),
+        shard_rank=mesh.get_local_rank(axes[0]) if axes else 0,
+        global_shape=dtensor.shape,
+        requires_grad=requires_grad,
+        param_dtype=param_dtype,
+        main_grad_dtype=None,
+    )
+    new.leaf.main_grad = main_grad
+    return new
 
 
 def materialize_leaves(leaves: tuple[ComputeLeaf, ...]) -> Tensor:
@@ -206,7 +343,7 @@ def prepare_accumulation(leaf: ComputeLeaf) -> None:
 
 def _alias(leaf: ComputeLeaf, main_grad: Tensor) -> None:
     param = leaf.registered
-    param.grad = _like(param, main_grad)
+    param.grad = like(param, main_grad)
     leaf._aliased = main_grad
 
 
@@ -217,7 +354,7 @@ def local_of(t: Tensor) -> Tensor:
     return part
 
 
-def _like(param: ShardedParameter, local: Tensor) -> DTensor:
+def like(param: ShardedParameter, local: Tensor) -> DTensor:
     """`local` as a DTensor placed as `param` is, over the same memory."""
     return DTensor.from_local(
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
@@ -246,6 +383,6 @@ def _deliver(leaf: ComputeLeaf, reduced: Tensor) -> None:
         prepare_accumulation(leaf)
         leaf.main_grad.add_(reduced)
     elif param.grad is None:
-        param.grad = _like(param, reduced.to(param.dtype))
+        param.grad = like(param, reduced.to(param.dtype))
     else:
         local_of(param.grad).add_(reduced)

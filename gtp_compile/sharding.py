@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
-import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from gtp_compile.grouped_linear import GroupedLinear
-from gtp_compile.parameters import ComputeLeaf, ShardedParameter, materialize_leaves, pair
+from gtp_compile.optim import is_narrow, refuse_stock_optimizers
+from gtp_compile.parameters import ComputeLeaf, ShardedParameter, pair
 from gtp_compile.passes.collective_ops import REPLICATED, Layout
+from gtp_compile.sharded_module import Tree, leaves_in, take_over
 
 __all__ = ["ShardFn", "leaves_of", "shard", "shard_experts"]
 
@@ -122,6 +121,8 @@ def shard(
             for axis, source in enumerate(_coordinate(src_data_rank, mesh)):
                 dist.broadcast(buffer, group=mesh.get_group(axis), group_src=source)
     _swap_classes(model)
+    if any(is_narrow(p) for p in made.values()):
+        refuse_stock_optimizers()
     return model
 
 
@@ -235,7 +236,7 @@ def _refuse_overlap(places: list[_Place]) -> None:
     owner: dict[int, _Place] = {}
     for place in places:
         storage = place.param.untyped_storage()
-        if storage.nbytes() == 0:
+        if storage.nbytes() == 0 or place.param.is_meta:
             continue
         first = owner.setdefault(storage.data_ptr(), place)
         if first is not place and _overlap(first.param, place.param):
@@ -312,112 +313,21 @@ def _digest(t: Tensor) -> str:
     return hashlib.sha256(data.tobytes() + str((tuple(t.shape), t.dtype)).encode()).hexdigest()
 
 
-# How a module hands out its weights.
-
-
-class _Tree:
-    """The modules of one sharded model: the frames of whose `forward` make a read of a weight a use."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._modules = weakref.WeakSet(root.modules())
-
-    def is_running(self) -> bool:
-        """Whether some caller is the `forward` of one of the model's modules.
-
-        A flag set around forward would not do: Dynamo may run a wrapper compiled and the forward in it not.
-        """
-        frame = sys._getframe(2)
-        while frame is not None:
-            name = frame.f_code.co_name
-            if (name == "forward" or name.startswith("torch_dynamo_resume_in_forward")) and frame.f_code.co_argcount:
-                first = frame.f_locals.get(frame.f_code.co_varnames[0])
-                if isinstance(first, nn.Module) and first in self._modules:
-                    return True
-            frame = frame.f_back  # type: ignore[assignment]
-        return False
-
-
 def _swap_classes(model: nn.Module) -> None:
-    tree = _Tree(model)
+    tree = Tree()
     for module in model.modules():
-        leaves = {
-            n: p.leaf
-            for n, p in module.named_parameters(recurse=False, remove_duplicate=False)
-            if isinstance(p, ShardedParameter)
-        }
-        if not leaves:
-            continue
+        take_over(module, tree)
         if isinstance(module, GroupedLinear):
-            _form_groups(module, leaves)
-        module.__dict__["_gtp_leaves"] = leaves
-        module.__dict__["_gtp_tree"] = tree
-        module.__class__ = _sharded_class(type(module), tuple(leaves))  # type: ignore[arg-type]
+            _report_plain_leaders(module)
 
 
-def _form_groups(module: GroupedLinear, leaves: dict[str, ComputeLeaf]) -> None:
-    """Discrete weights that are all placed alike form one group; so do the biases."""
-    for names in module.discrete_groups():
-        members = tuple(leaves[n] for n in names if n in leaves)
-        if members and names[0] not in leaves:
+def _report_plain_leaders(module: GroupedLinear) -> None:
+    placed = leaves_in(module)
+    for leader, *followers in module.discrete_groups():
+        odd = [placed[name].fqn for name in followers if name in placed]
+        if leader not in placed and odd:
             log.warning(
                 "%s: is placed, but the leader of its weight group (%s) is not, so they form no distributed group: "
                 "each placed weight is gathered and reduced by itself, and nothing reduces the plain ones",
-                members[0].fqn, names[0],
+                odd[0], leader,
             )  # fmt: skip
-        if len(members) == len(names) and len({m.mesh_layout for m in members}) == 1:
-            for member in members:
-                member.group = members
-
-
-@functools.cache
-def _sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """`cls` with a getter for each placed parameter; one class for all modules alike, so that they share graphs."""
-    body: dict[str, Any] = {name: property(_getter(name)) for name in names}
-    body.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
-    body["_gtp_original"] = cls
-    body["__reduce_ex__"] = _refuse_pickle
-    body["_apply"] = _refuse_move
-    body["register_parameter"] = _register_parameter
-    return type(cls.__name__, (cls,), body)
-
-
-def _getter(name: str) -> Callable[[nn.Module], Tensor]:
-    def get(self: Any) -> Tensor:
-        if torch.compiler.is_compiling():
-            return materialize_leaves((self._gtp_leaves[name],))
-        param = self._parameters[name]
-        if not self._gtp_tree.is_running():
-            return param
-        leaf = self._gtp_leaves[name]
-        if param is not leaf.registered:
-            raise RuntimeError(
-                f"{leaf.fqn}: another tensor stands in its place (functional_call?), but a sharded weight is gathered "
-                "from its own shard; write the values into the parameter instead"
-            )
-        return materialize_leaves((leaf,))
-
-    return get
-
-
-def _refuse_pickle(self: nn.Module, protocol: Any) -> Any:
-    raise NotImplementedError(
-        f"{type(self).__name__}: a sharded module can't be pickled or copied whole; save its state_dict (see "
-        "torch.distributed.checkpoint) and load it into a model sharded the same way"
-    )
-
-
-def _refuse_move(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    raise NotImplementedError(
-        f"{type(self).__name__}: a sharded module can't be moved or cast (.to, .cuda, .half, to_empty); do it before "
-        "gtp_compile.shard, and choose the dtype to compute in with its param_dtype"
-    )
-
-
-def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
-    """Assignment to a placed weight (also by `load_state_dict(assign=True)`) would part it from its leaf."""
-    if name in self._gtp_leaves and param is not self._parameters[name]:
-        raise ValueError(
-            f"{self._gtp_leaves[name].fqn}: a sharded parameter can't be replaced; write into it (copy_, "
-            "load_state_dict without assign), or change the module before gtp_compile.shard"
-        )
-    self._gtp_original.register_parameter(self, name, param)
