@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gtp_compile.grouped_linear import GroupedLinear
     from gtp_compile.optim import MainGradOptimizer
     from gtp_compile.sharding import shard
+    from gtp_compile.unsharding import unsharded
     from gtp_compile.verifying import verify
     from gtp_compile.weights import (
         DistributedWeight,
@@ -35,6 +36,7 @@ __all__ = [
     "materialize_weight_for_backward",
     "materialize_weight_for_forward",
     "shard",
+    "unsharded",
     "verify",
     "weight_grad_buffers",
     "weight_grad_dtype",
@@ -51,6 +53,7 @@ _HOME = {
     "materialize_weight_for_backward": "weights",
     "materialize_weight_for_forward": "weights",
     "shard": "sharding",
+    "unsharded": "unsharding",
     "verify": "verifying",
     "weight_grad_buffers": "weights",
     "weight_grad_dtype": "weights",

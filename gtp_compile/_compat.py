@@ -10,6 +10,7 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
+from torch._dynamo import mark_static
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext
@@ -31,6 +32,7 @@ __all__ = [
     "is_inductor_option",
     "list_mode_options",
     "make_boxed_func",
+    "mark_static",
     "min_cut_rematerialization_partition",
     "trace_artifact",
     "uncached",

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from gtp_compile._compat import mark_static
+from gtp_compile.meeting import Meeting
 from gtp_compile.passes.anchors import materialize
 from gtp_compile.passes.collective_ops import Layout, emit_reduce
 from gtp_compile.passes.emit import RunEmit
@@ -52,6 +54,7 @@ class ComputeLeaf(nn.Parameter):
         param_dtype: dtype in which the weight is gathered and computed with.
         main_grad: accumulator of the local shape, or None.
         group: the leaves of the weight group, leader first (a group of one but for discrete grouped weights).
+        meeting: on the first weight of a model: where ranks meet before a forward without gradients.
         holders: the modules that registered the parameter, and under which names.
         replacement: the pair that a conversion of the module put in this one's place.
         eager_uses: how many gradients arrived outside compiled graphs.
@@ -70,6 +73,7 @@ class ComputeLeaf(nn.Parameter):
     emit: Any  # how collectives run outside compiled graphs (explain)
     rounding_reported: bool
     replacement: ShardedParameter | None
+    meeting: Meeting | None
     holders: set[tuple[weakref.ref[nn.Module], str]]
     _registered: weakref.ref[ShardedParameter]
     _aliased: Tensor | None
@@ -81,12 +85,14 @@ class ComputeLeaf(nn.Parameter):
         assert param is not None, f"{self.fqn}: the registered parameter is gone, its compute leaf is still used"
         return param
 
-    def check_in_place(self) -> None:
-        """Refuse to run where a module holds another tensor in the parameter's place: it would not be read.
+    def check_use(self) -> None:
+        """Refuse a use that would read the wrong tensor, or wait for ranks that are not there.
 
         Raises:
-            RuntimeError: names the weight, and the way out.
+            RuntimeError: a module holds another tensor in the parameter's place; or a rank evaluates alone.
         """
+        if self.meeting is not None and not torch.is_grad_enabled():
+            self.meeting.wait(self.fqn)
         for module_ref, name in self.holders:
             module = module_ref()
             if module is not None and module._parameters.get(name) is not self._registered():
@@ -146,6 +152,7 @@ class ShardedParameter(DTensor):
                 f"{self.leaf.fqn}: main_grad has the local shape {tuple(self.leaf.shape)}, got {tuple(value.shape)}; "
                 "give each rank's part, not the whole weight's"
             )
+        _fix_sizes(value)
         self.leaf.main_grad = value
 
     @property
@@ -234,8 +241,10 @@ def pair(
     leaf.fqn, leaf.mesh_layout, leaf.shard_rank, leaf.param_dtype = fqn, layout, shard_rank, param_dtype
     leaf.main_grad = None if main_grad_dtype is None else torch.zeros_like(local, dtype=main_grad_dtype)
     leaf.group, leaf.eager_uses, leaf.rounding_reported = (leaf,), 0, False
-    leaf.recorder, leaf.emit, leaf.replacement, leaf.holders = None, None, None, set()
+    leaf.recorder, leaf.emit, leaf.replacement, leaf.meeting, leaf.holders = None, None, None, None, set()
     leaf._registered, leaf._aliased = weakref.ref(param), None
+    _fix_sizes(leaf)
+    _fix_sizes(leaf.main_grad)
     param.leaf = leaf
     param.requires_grad = requires_grad
     # A gradient that is already in main_grad's dtype must not be rounded to the leaf's on its way.
@@ -258,7 +267,7 @@ def _another(param: ShardedParameter, local: Tensor, main_grad: Tensor | None) -
         param_dtype=leaf.param_dtype,
         main_grad_dtype=None,
     )
-    new.leaf.main_grad = main_grad
+    new.main_grad, new.leaf.meeting = main_grad, leaf.meeting
     return new
 
 
@@ -308,8 +317,14 @@ def _unpickled(dtensor: DTensor, facts: tuple[Any, ...], main_grad: Tensor | Non
         param_dtype=param_dtype,
         main_grad_dtype=None,
     )
-    new.leaf.main_grad = main_grad
+    new.main_grad = main_grad
     return new
+
+
+def _fix_sizes(t: Tensor | None) -> None:
+    """Keep Dynamo from making a weight's sizes symbolic when it meets a layer of another size in the same code."""
+    if t is not None:
+        mark_static(t)
 
 
 def materialize_leaves(leaves: tuple[ComputeLeaf, ...]) -> Tensor:

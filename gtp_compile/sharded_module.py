@@ -85,7 +85,7 @@ def _getter(name: str) -> Callable[[nn.Module], Tensor]:
         if not self._gtp_tree.is_running():
             return param
         leaf = self._gtp_leaves[name]
-        leaf.check_in_place()
+        leaf.check_use()
         return materialize_leaves((leaf,))
 
     return get

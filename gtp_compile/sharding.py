@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from gtp_compile.grouped_linear import GroupedLinear
+from gtp_compile.meeting import Meeting
 from gtp_compile.optim import is_narrow, refuse_stock_optimizers
 from gtp_compile.parameters import ComputeLeaf, ShardedParameter, pair
 from gtp_compile.passes.collective_ops import REPLICATED, Layout
@@ -121,6 +123,8 @@ def shard(
             for axis, source in enumerate(_coordinate(src_data_rank, mesh)):
                 dist.broadcast(buffer, group=mesh.get_group(axis), group_src=source)
     _swap_classes(model)
+    for param in itertools.islice(made.values(), 1):
+        param.leaf.meeting = Meeting.of(mesh)
     if any(is_narrow(p) for p in made.values()):
         refuse_stock_optimizers()
     return model
