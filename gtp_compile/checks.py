@@ -18,6 +18,7 @@ from gtp_compile.passes.wgrad_patterns import kind_of
 __all__ = ["check_graph", "check_metadata", "check_saved"]
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_OPERATOR = type(_WAIT)
 
 
 def check_graph(gm: fx.GraphModule) -> None:
@@ -48,7 +49,7 @@ def check_metadata(gm: fx.GraphModule) -> None:
         RuntimeError: the message names the node, what is recorded and what the operator gives.
     """
     for node in gm.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, _OPERATOR):
             continue
         want = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
         if not want or want[0].__class__.__name__ != "FakeTensor":

@@ -109,9 +109,12 @@ def _prepare_outputs(json_file: str | None, graphs: Path) -> None:
     except OSError as error:
         raise DemoError(f"can't write {error.filename}: {error.strerror}; choose another --json or --graphs") from None
     # An earlier run's graphs, by the names that the backend gives: mixed with new ones they would mislead.
-    for old in graphs.glob("graph_*/*"):
-        if re.fullmatch(r"\d\d_\w+\.\w+\.(py|diff)|\d\d_\w+\.diff", old.name):
-            old.unlink()
+    for folder in graphs.glob("graph_*/"):
+        for old in folder.iterdir():
+            if re.fullmatch(r"\d\d_\w+(\.\w+)?\.(py|diff)", old.name):
+                old.unlink()
+        with contextlib.suppress(OSError):  # something else is in it
+            folder.rmdir()
 
 
 def _watch(settings: DemoSettings, progress: DemoProgress) -> tuple[Started, Finished]:
@@ -171,7 +174,7 @@ def merge_rows(rows: list[dict[str, Any]], unretyped: dict[str, Any]) -> list[di
         twin = other.get(tuple(row["weights"]), {})
         merged.append(
             {key: row[key] for key in _ROW_KEYS}
-            | {"error_unretyped": twin.get("error"), "sum_dtype_unretyped": twin.get("sum_dtype")}
+            | {f"{key}_unretyped": twin.get(key) for key in ("error", "scratch_dtype", "sum_dtype")}
         )
     return merged
 
@@ -221,7 +224,8 @@ def _show(console: Console, report: dict[str, Any], checks: list[Check], json_fi
     for c in checks:
         words = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("not judged", "yellow")}
         note = f" (it takes {JUDGED_STEPS} steps)" if c.passed is None else ""
-        console.print(Text.assemble(words[c.passed], f"  {c.text}{note}"))
+        word, style = words[c.passed]
+        console.print(Text.assemble((f"{word:<10}", style), f"  {c.text}{note}"))
     files = sum(1 for _ in Path(report["graphs"]).rglob("*.*"))
     lines = {
         "graphs": f"{report['graphs']} ({files} files: before and after each pass)",
@@ -230,4 +234,4 @@ def _show(console: Console, report: dict[str, Any], checks: list[Check], json_fi
     }
     for name, text in lines.items():
         if text is not None:
-            console.print(Text.assemble((f"{name:<6}", "cyan"), f"  {text}"), soft_wrap=True)
+            console.print(Text.assemble((f"{name:<10}", "cyan"), f"  {text}"), soft_wrap=True)

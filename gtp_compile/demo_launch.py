@@ -56,8 +56,7 @@ def launch(worker: Worker, ranks: int, settings: Any) -> Generator[Any, None, No
         readers: list[Connection] = []
         processes: list[BaseProcess] = []
         try:
-            # Ctrl-C reaches every process of the terminal. A child that still imports would answer it with a traceback.
-            with _interrupts_ignored():
+            with _quiet_children():
                 for rank in range(ranks):
                     reader, writer = context.Pipe(duplex=False)
                     args = (worker, rank, settings, os.path.join(folder, "store"), writer)
@@ -127,7 +126,8 @@ def _received(reader: Connection, process: BaseProcess) -> Iterator[Any]:
 
 def _describe_exit(code: int) -> str:
     if code < 0:
-        return f"it was ended by signal {-code} ({signal.Signals(-code).name}); out of memory?"
+        hint = "; is there enough memory?" if -code == signal.SIGKILL else ""
+        return f"it was ended by signal {-code} ({signal.Signals(-code).name}){hint}"
     return f"it ended with exit code {code}; what it said is above"
 
 
@@ -142,10 +142,20 @@ def _end(processes: list[BaseProcess]) -> None:
 
 
 @contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Processes started inside inherit it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _quiet_children() -> Iterator[None]:
+    """What processes started inside inherit, so that the end of a rank is reported by us alone.
+
+    Ctrl-C reaches every process of a terminal: one that still imports would answer it with a traceback. And of a rank
+    that is killed, multiprocessing's own tracker of semaphores would say that it left some behind.
+    """
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    filters = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (filters, "ignore:resource_tracker:UserWarning")))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, interrupt)
+        if filters is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = filters

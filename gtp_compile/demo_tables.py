@@ -73,8 +73,9 @@ def error_table(title: str, rows: list[dict[str, Any]], width: int) -> Table:
             Text(row["leader"] + more),
             row["layout"].split(" over")[0].removesuffix("()"),
             f"{row['wire_bytes'] / 1024:,.1f}",
-            _sum(row["sum_dtype"], error),
-            _sum(row["sum_dtype_unretyped"], unretyped),
+            # On one rank nothing is summed; what the GEMM's buffer holds is added to main_grad.
+            _sum(row["sum_dtype"] or row["scratch_dtype"], error),
+            _sum(row["sum_dtype_unretyped"] or row["scratch_dtype_unretyped"], unretyped),
             worse,
         )
         if not row["matched"]:

@@ -27,10 +27,11 @@ def graph_text(gm: fx.GraphModule) -> str:
 
 
 def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """An independent copy of a graph, metadata included."""
+    """An independent copy of a graph, metadata included; its constants are shared."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch's own pytree, when it is copied
-        return copy.deepcopy(gm)
+        # Not of the module: under the compiler's fake mode, a constant tensor can't be copied.
+        return fx.GraphModule(gm, copy.deepcopy(gm.graph))
 
 
 def count_ops(graph: fx.Graph) -> collections.Counter[str]:

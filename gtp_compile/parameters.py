@@ -344,7 +344,11 @@ def prepare_accumulation(leaf: ComputeLeaf) -> None:
     replaced since.
     """
     main_grad, param = leaf.main_grad, leaf.registered
-    if main_grad is None or main_grad.dtype != param.dtype:
+    if main_grad is None:
+        return
+    if main_grad.dtype != param.dtype:
+        if leaf._aliased is not None:  # an optimizer would go on reading the one before
+            param.grad, leaf._aliased = None, None
         return
     if leaf._aliased is not main_grad:
         _alias(leaf, main_grad)

@@ -93,6 +93,7 @@ class GtpPartitioner(CustomPartitionerFn):
         if "recompute_gathers" not in self.options.disable:
             check_saved(forward, num_fwd_outputs)
         backward_ctx = PassContext("backward", joint_order=order)
+        graph_log.captured("backward", graph_text(backward) if graph_log.wants_text else "")
         run_passes(backward, self._enabled(BACKWARD_PASSES), backward_ctx, graph_log)
         return forward, backward
 

@@ -144,7 +144,7 @@ def table(rows: Sequence[Row], errors: dict[str, Sequence[float | None]] | None 
                 *cells,
                 f"{r.wire_bytes:,}",
                 *shown,
-                "" if r.matched else r.reason,
+                r.reason,
             ]
         )
     widths = [max(len(line[c]) for line in lines) for c in range(len(head))]

@@ -123,6 +123,9 @@ def shard(
             for axis, source in enumerate(_coordinate(src_data_rank, mesh)):
                 dist.broadcast(buffer, group=mesh.get_group(axis), group_src=source)
     _swap_classes(model)
+    # DistributedDataParallel around the model leaves ours alone: we reduce them.
+    names = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *_placed_names(model)]
+    model._ddp_params_and_buffers_to_ignore = list(dict.fromkeys(names))  # type: ignore[assignment]
     for param in itertools.islice(made.values(), 1):
         param.leaf.meeting = Meeting.of(mesh)
     if any(is_narrow(p) for p in made.values()):
@@ -323,6 +326,11 @@ def _swap_classes(model: nn.Module) -> None:
         take_over(module, tree)
         if isinstance(module, GroupedLinear):
             _report_plain_leaders(module)
+
+
+def _placed_names(model: nn.Module) -> list[str]:
+    params = model.named_parameters(remove_duplicate=False)
+    return [name for name, p in params if isinstance(p, ShardedParameter)]
 
 
 def _report_plain_leaders(module: GroupedLinear) -> None:

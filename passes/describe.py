@@ -33,9 +33,9 @@ class GroupInfo:
         scratch_dtype: what reaches the anchor.
         wire_dtype, sum_dtype: what travels, and in what the ranks' gradients are summed (one and the same in a
             functional reduce-scatter); None where nothing travels (one rank).
-        main_grad_dtype: the leader's accumulator; None without one.
+        main_grad_dtype: the accumulator (of the first member that has one); None without one.
         rule_dtype: what the dtype rule asks for.
-        full_shape: of the group's gradient, `[*full]` or `[members, *full]`.
+        full_shape: of what is reduced, `[*full]` or `[members that are not frozen, *full]`.
         member_ndim: number of dims of one member.
     """
 
@@ -66,7 +66,10 @@ def describe_groups(graph: fx.Graph) -> list[GroupInfo]:
 def _describe(anchor: Finalize, positions: dict[fx.Node, int]) -> GroupInfo:
     chain = find_chain(anchor.grad, anchor.grad_dtype)
     sources = chain.gemms or chain.reductions
-    main_grad = anchor.main_grads[0]
+    main_grad = next((m for m in anchor.main_grads if m is not None), None)  # the leader may be frozen
+    full_shape = list(anchor.grad.meta["val"].shape)
+    if len(anchor.shards) > 1:
+        full_shape[0] = len(anchor.node.users)  # nothing is sent for frozen members
     # A gradient that was cast only after it was rounded has widen in its chain's place.
     widened = [n for n in chain.operands if n.target is torch.ops.gtp.widen.default]
     reason = chain.reason or "; ".join(_widen_reason(n) for n in widened)
@@ -81,7 +84,7 @@ def _describe(anchor: Finalize, positions: dict[fx.Node, int]) -> GroupInfo:
         sum_dtype=None,
         main_grad_dtype=None if main_grad is None else main_grad.meta["val"].dtype,
         rule_dtype=anchor.grad_dtype,
-        full_shape=tuple(anchor.grad.meta["val"].shape),
+        full_shape=tuple(full_shape),
         member_ndim=anchor.shards[0].meta["val"].ndim,
     )
 

@@ -29,7 +29,7 @@ __all__ = ["Chain", "Kind", "find_chain", "is_grouped_wgrad_mm", "is_outer_produ
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-Kind = Literal["view", "list", "add", "scale", "cast", "gemm", "reduce", "scatter", "factory"]
+Kind = Literal["view", "list", "paste", "add", "scale", "cast", "gemm", "reduce", "scatter", "factory"]
 
 _KINDS: dict[Any, Kind] = {
     **dict.fromkeys(
@@ -43,6 +43,8 @@ _KINDS: dict[Any, Kind] = {
         "view",
     ),
     **dict.fromkeys((aten.cat.default, aten.stack.default), "list"),
+    # How Inductor writes select_backward and slice_backward: into zeros.
+    **dict.fromkeys((aten.select_scatter.default, aten.slice_scatter.default), "paste"),
     **dict.fromkeys((aten.add.Tensor,), "add"),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default), "scale"),
     **dict.fromkeys((prims.convert_element_type.default, aten._to_copy.default), "cast"),
@@ -151,16 +153,29 @@ def find_chain(root: fx.Node, dtype: torch.dtype) -> Chain:
     return chain
 
 
+def _scattered(node: fx.Node) -> list[Any]:
+    """The base of a scatter, and what is put into it where that is weight gradients: rows of a stack `[E, N, K]`.
+
+    What is scattered into two dims are gradients of activations (embeddings, per-expert biases).
+    """
+    if node.target is aten.embedding_dense_backward.default:
+        return []
+    base: Any = node.args[0]
+    is_put = node.target in (aten.index_put.default, aten._unsafe_index_put.default)
+    return [base, node.args[2 if is_put else 3]] if base.meta["val"].ndim > 2 else [base]
+
+
 # Which arguments of a node the gradient runs through; those of the other kinds are operands.
 _FOLLOW: dict[Kind, Callable[[fx.Node], list[Any]]] = {
     "view": lambda n: [n.args[0]],
     "list": lambda n: list(n.args[0]),  # type: ignore[arg-type]
+    "paste": lambda n: list(n.args[:2]),
     "add": lambda n: list(n.args[:2]),
     "scale": lambda n: [n.args[0]],
     "cast": lambda n: [n.args[0]],
     "gemm": lambda n: [],
     "reduce": lambda n: [],
-    "scatter": lambda n: [] if n.target is aten.embedding_dense_backward.default else [n.args[0]],
+    "scatter": _scattered,
     "factory": lambda n: [],
 }
 

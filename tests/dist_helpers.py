@@ -5,7 +5,6 @@ what they compared.
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -69,20 +68,19 @@ def spy() -> Iterator[list[Collective]]:
     lib = torch.library.Library("c10d", "IMPL")
 
     def watched(name: str, kind: str) -> Callable[..., Any]:
-        kernel = torch.library.get_kernel(f"c10d::{name}", "CPU")
+        op = getattr(torch.ops.c10d, name).default
 
         def run(keyset: Any, *args: Any) -> Any:
             tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
             numel = max((t.numel() for t in tensors), default=0)
             seen.append(Collective(kind, tensors[0].dtype if tensors else torch.uint8, numel))
-            return kernel.call_boxed(keyset, *args)
+            # Gives the interpreter lock away, which gloo's threads need (a kernel's call_boxed does not).
+            return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args)
 
         return run
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel is overridden
-        for name, kind in _COLLECTIVES.items():
-            lib.impl(name, watched(name, kind), "CPU", with_keyset=True)
+    for name, kind in _COLLECTIVES.items():
+        lib.impl(name, watched(name, kind), "BackendSelect", with_keyset=True)
     try:
         yield seen
     finally:
@@ -120,15 +118,16 @@ def compiled(model: Any, fullgraph: bool = True, **options: Any) -> Any:
 
 class _Linear64(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return torch.nn.functional.linear(x, weight.to(x.dtype))
+        return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
-        rows = dy.reshape(-1, dy.shape[-1])
-        return dy @ weight.to(dy.dtype), rows.double().t() @ x.reshape(-1, x.shape[-1]).double()
+        rows = dy.reshape(-1, dy.shape[-1]).double()
+        db = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return dy @ weight.to(dy.dtype), rows.t() @ x.reshape(-1, x.shape[-1]).double(), db
 
 
 class _Grouped64(torch.autograd.Function):
@@ -150,9 +149,9 @@ class _Grouped64(torch.autograd.Function):
         return torch.cat([dx, dx.new_zeros(rest, dx.shape[1])]), dw, None
 
 
-def linear64(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.t()` in x's dtype, with the gradient of `weight` (float64) in float64."""
-    return _Linear64.apply(x, weight)
+def linear64(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer in x's dtype, with the gradients of `weight` and `bias` (float64) in float64."""
+    return _Linear64.apply(x, weight, bias)
 
 
 def grouped64(x: Tensor, weight: Tensor, splits: list[int]) -> Tensor:

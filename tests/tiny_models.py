@@ -56,6 +56,20 @@ class ReadOnce(nn.Module):
         return torch.relu(x.to(BF16) @ weight.t()) @ weight.t()
 
 
+class Parts(nn.Module):
+    """Parts of one weight, each used on its own: an expert of a stack, half of a fused matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, OUT, IN) * 0.3)
+        self.fused = nn.Parameter(torch.randn(2 * IN, OUT) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        experts, fused = self.experts, self.fused
+        y = x.to(BF16) @ experts[0].t() + x.to(BF16) @ experts[2].t()
+        return (y @ fused[:IN].t()) * (y @ fused[IN:].t())
+
+
 class Experts(nn.Module):
     """Stacked experts as in Hugging Face: `[E, N, K]`, or `[E, K, N]` with `is_transposed`; rows arrive sorted."""
 
@@ -142,6 +156,17 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
+class PickedExperts(nn.Module):
+    """A weight for each row, as Hugging Face's batched_mm experts read them: the gradient of each row is scattered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Parameter(torch.randn(EXPERTS, OUT, IN))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return torch.bmm(self.proj[ids], x.to(BF16).unsqueeze(-1)).squeeze(-1)
+
+
 class Batched(nn.Module):
     """A batched GEMM over all experts: a form of weight gradient that no pass knows."""
 
@@ -175,9 +200,9 @@ class Tiny(NamedTuple):
     shard_fn: Callable[..., Any] = shard_all
 
 
-def _frozen_member() -> nn.Module:
+def _frozen(name: str) -> nn.Module:
     model = GroupedLinear(3, IN, OUT, bias=False)
-    model.weight1.requires_grad_(False)
+    getattr(model, name).requires_grad_(False)
     return model
 
 
@@ -201,6 +226,7 @@ MODELS: dict[str, Callable[[], Tiny]] = {
     "twice": lambda: Tiny(Dense(IN, uses=2), (_x(ROWS, IN),)),
     "thrice": lambda: Tiny(Dense(IN, uses=3), (_x(ROWS, IN),)),
     "read_once": lambda: Tiny(ReadOnce(), (_x(ROWS, IN),)),
+    "parts": lambda: Tiny(Parts(), (_x(ROWS, IN),)),
     "experts": lambda: Tiny(Experts(), (_x(ROWS, IN), _OFFS)),
     "experts_transposed": lambda: Tiny(Experts(is_transposed=True), (_x(ROWS, IN), _OFFS)),
     "grouped": lambda: Tiny(GroupedLinear(3, IN, OUT), (_x(ROWS, IN), _SPLITS)),
@@ -211,7 +237,8 @@ MODELS: dict[str, Callable[[], Tiny]] = {
     "leader_only_torch": lambda: Tiny(TorchGroup(), (_x(ROWS, IN), _OFFS3), leader_only),
     "leader_only_transposed": lambda: Tiny(TorchGroup(is_transposed=True), (_x(ROWS, IN), _OFFS3), leader_only),
     "one_by_one": lambda: Tiny(TorchGroup(), (_x(ROWS, IN), _OFFS3)),  # three groups of one, one GEMM
-    "frozen_member": lambda: Tiny(_frozen_member(), (_x(ROWS, IN), _SPLITS)),
+    "frozen_member": lambda: Tiny(_frozen("weight1"), (_x(ROWS, IN), _SPLITS)),
+    "frozen_leader": lambda: Tiny(_frozen("weight0"), (_x(ROWS, IN), _SPLITS)),
     "embedding": lambda: Tiny(nn.Embedding(OUT, IN), (_IDS,)),
     "layer_norm": lambda: Tiny(nn.LayerNorm(IN), (_x(ROWS, IN),)),
     "rms_norm": lambda: Tiny(nn.RMSNorm(IN), (_x(ROWS, IN),)),
@@ -220,6 +247,7 @@ MODELS: dict[str, Callable[[], Tiny]] = {
     "tied": lambda: Tiny(TiedHead(), (_IDS,)),
     "blocks": lambda: Tiny(Blocks(3), (_x(ROWS, IN),)),
     "checkpointed": lambda: Tiny(Blocks(2, checkpointed=True), (_x(ROWS, IN),)),
+    "picked": lambda: Tiny(PickedExperts(), (_x(ROWS, IN), _IDS)),
     "batched": lambda: Tiny(Batched(), (_x(EXPERTS, ROWS, IN),)),
 }
 
@@ -245,6 +273,20 @@ _captured = functools.cache(capture)
 def joint(name: str, world: int = WORLD) -> JointGraph:
     """The same, captured once in this process; the copy is the caller's to rewrite."""
     return _captured(name, world).copy()
+
+
+@functools.cache
+def _behind(name: str, world: int, passes: tuple[str, ...]) -> JointGraph:
+    if not passes:
+        return joint(name, world)
+    graph = _behind(name, world, passes[:-1]).copy()
+    graph.run(passes[-1])
+    return graph
+
+
+def behind(name: str, *passes: str, world: int = WORLD) -> JointGraph:
+    """The joint graph of one of `MODELS` behind these passes, likewise."""
+    return _behind(name, world, passes).copy()
 
 
 # Graphs written by hand.
@@ -304,7 +346,11 @@ def assert_unchanged_by(graph: JointGraph, name: str) -> None:
 
 def partitioned(name: str, *, without: Sequence[str] = ()) -> tuple[fx.GraphModule, fx.GraphModule, int]:
     """Forward and backward of one of `MODELS` behind the joint passes, and how many outputs are the forward's."""
-    graph = run(joint(name), *(p.__name__ for p in JOINT_PASSES if p.__name__ not in without))
+    return split(behind(name, *(p.__name__ for p in JOINT_PASSES if p.__name__ not in without)))
+
+
+def split(graph: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+    """Forward and backward of a joint graph, which is used up."""
     count = graph.num_fwd_outputs
     return *min_cut_rematerialization_partition(graph.module, None, num_fwd_outputs=count), count
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import BF16, anchor_errors, assert_unchanged_by, capture, joint, nodes, ops, relative_error, run
+from tiny_models import BF16, anchor_errors, assert_unchanged_by, behind, capture, nodes, ops, relative_error, run
 from wgrad_forms import operands
 
 from gtp_compile.testing import compare_numerics
@@ -16,7 +16,7 @@ gtp = torch.ops.gtp
 
 @pytest.mark.parametrize("name", ["experts", "experts_transposed", "leader_only_torch", "one_by_one"])
 def test_torchs_grouped_gemm_becomes_ours(name):
-    graph = run(joint(name), "group_wgrads")
+    graph = behind(name, "group_wgrads")
     done = graph.run("fuse_wgrads")
     assert done.report.changed == 1
     assert done.ops == {"aten._grouped_mm.default": -1, "aten.permute.default": -1, "gtp.grouped_wgrad.default": 1}
@@ -34,14 +34,14 @@ def test_compute_dtype_without_main_grad():
 
 
 def test_the_users_own_grouped_gemms_stay():
-    graph = run(joint("experts"), "fuse_wgrads")
+    graph = behind("experts", "fuse_wgrads")
     (forward,) = nodes(graph, aten._grouped_mm.default)
     assert forward.args[1].meta["val"].ndim == 3
 
 
 @pytest.mark.parametrize("name", ["dense", "grouped_stacked", "embedding", "batched"])
 def test_other_gradients_are_none_of_its_business(name):
-    graph = run(joint(name), "group_wgrads")
+    graph = behind(name, "group_wgrads")
     before = graph.text()
     done = graph.run("fuse_wgrads")
     assert (done.report.changed, done.report.skipped) == (0, [])
@@ -53,7 +53,7 @@ def test_other_gradients_are_none_of_its_business(name):
 
 @pytest.mark.parametrize("name", ["experts", "experts_transposed"])
 def test_the_sum_over_rows_is_rounded_as_before(name):
-    before = run(joint(name), "group_wgrads")
+    before = behind(name, "group_wgrads")
     after = run(before.copy(), "fuse_wgrads")
     differences = [d for d in compare_numerics(before, after) if d is not None]
     assert differences[0] == 0.0
@@ -63,7 +63,7 @@ def test_the_sum_over_rows_is_rounded_as_before(name):
 
 
 def test_nothing_is_left_to_it_behind_retype():
-    graph = run(joint("experts"), "group_wgrads", "retype_wgrads")
+    graph = behind("experts", "group_wgrads", "retype_wgrads")
     before = graph.copy()
     done = graph.run("fuse_wgrads")
     assert (done.report.matched, done.report.changed) == (1, 0)
@@ -85,4 +85,4 @@ def test_an_expert_without_rows_gets_exact_zeros_and_the_tail_is_not_read():
 
 @pytest.mark.parametrize("name", ["experts", "experts_transposed", "leader_only_torch"])
 def test_a_second_run_changes_nothing(name):
-    assert_unchanged_by(run(joint(name), "group_wgrads", "fuse_wgrads"), "fuse_wgrads")
+    assert_unchanged_by(behind(name, "group_wgrads", "fuse_wgrads"), "fuse_wgrads")

@@ -3,9 +3,22 @@
 import pytest
 import torch
 from tiny_models import (
-    IN, MODELS, OUT, WORLD, anchor_errors, assert_unchanged_by, finalize, hand_written, joint, listing, nodes, ops, run,
+    IN,
+    MODELS,
+    OUT,
+    WORLD,
+    anchor_errors,
+    assert_unchanged_by,
+    behind,
+    finalize,
+    hand_written,
+    joint,
+    listing,
+    nodes,
+    ops,
+    run,
     shard_like,
-)  # fmt: skip
+)
 from wgrad_forms import mm, operands
 
 from gtp_compile.passes.anchors import Finalize
@@ -57,13 +70,13 @@ def test_hand_written_graph():
     graph = hand_written(two_uses, shard, dy, x)
     graph.run("group_wgrads")
     assert listing(graph.module.graph.nodes).splitlines() == [
-        "permute: bf16[16, 24] = aten.permute(arg1_1, [1, 0])",
-        "mm: bf16[16, 8] = aten.mm(permute, arg2_1)",
-        "neg: bf16[24, 8] = aten.neg(arg2_1)",
-        "permute_1: bf16[16, 24] = aten.permute(arg1_1, [1, 0])",
+        "permute: bf16[16, 24] = aten.permute(dy_1, [1, 0])",
+        "mm: bf16[16, 8] = aten.mm(permute, x_1)",
+        "permute_1: bf16[16, 24] = aten.permute(dy_1, [1, 0])",
+        "neg: bf16[24, 8] = aten.neg(x_1)",
         "mm_1: bf16[16, 8] = aten.mm(permute_1, neg)",
         "add_tensor: bf16[16, 8] = aten.add(mm, mm_1)",
-        "finalize = gtp.finalize(add_tensor, [arg0_1], [None], '0', 4, 0, 'avg', torch.float32)",
+        "finalize = gtp.finalize(add_tensor, [shard_1], [None], '0', 4, 0, 'avg', torch.float32)",
         "getitem: f32[4, 8] = finalize[0]",
     ]
 
@@ -113,9 +126,7 @@ def test_a_model_whose_weights_are_used_once_keeps_its_operators(name):
 def test_results_that_are_not_summed_stay_apart():
     dy, x, *_ = operands()
     shard = shard_like(torch.empty(OUT, IN))
-    graph = hand_written(
-        lambda shard, dy, x: [finalize(mm(dy, x), shard), finalize(mm(dy, x), shard)], shard, dy, x
-    )
+    graph = hand_written(lambda shard, dy, x: [finalize(mm(dy, x), shard), finalize(mm(dy, x), shard)], shard, dy, x)
     done = graph.run("group_wgrads")
     (skip,) = done.report.skipped
     assert skip.reason == "finalize_1: is used other than in the sum of its weight's gradients"
@@ -180,5 +191,5 @@ def test_the_sum_of_uses_is_right_once_it_is_retyped(name):
 
 @pytest.mark.parametrize("name", ["dense", "twice", "thrice", "tied", "grouped", "batched"])
 def test_a_second_run_changes_nothing(name):
-    graph = run(joint(name), "group_wgrads")
+    graph = behind(name, "group_wgrads")
     assert_unchanged_by(graph, "group_wgrads")

@@ -3,9 +3,25 @@
 import pytest
 import torch
 from tiny_models import (
-    BF16, IN, OUT, ROWS, WORLD, anchor_errors, assert_unchanged_by, capture, finalize, hand_written, joint, nodes, ops,
-    relative_error, run, shard_like, wgrad_graph,
-)  # fmt: skip
+    BF16,
+    IN,
+    OUT,
+    ROWS,
+    WORLD,
+    anchor_errors,
+    assert_unchanged_by,
+    behind,
+    capture,
+    finalize,
+    hand_written,
+    joint,
+    nodes,
+    ops,
+    relative_error,
+    run,
+    shard_like,
+    wgrad_graph,
+)
 from wgrad_forms import FORMS, GEMM_FORMS, Form, form_id, mm, operands
 
 from gtp_compile.passes.anchors import Finalize
@@ -17,7 +33,7 @@ gtp = torch.ops.gtp
 prims = torch.ops.prims
 
 GEMM_MODELS = (
-    "dense", "twice", "thrice", "read_once", "experts", "experts_transposed", "grouped_stacked", "one_by_one",
+    "dense", "twice", "thrice", "read_once", "parts", "experts", "experts_transposed", "grouped_stacked", "one_by_one",
     "leader_only", "leader_only_torch", "leader_only_transposed", "frozen_member",
 )  # fmt: skip
 OTHER_MODELS = (
@@ -83,11 +99,11 @@ def test_without_it_every_gemm_form_is_rounded(form: Form):
     assert relative_error(got, local(form.reference(dy, x, ids, offs))) > 1e-3
 
 
-def test_the_sum_of_two_uses_follows_and_keeps_its_mark():
-    """AOTAutograd marks its accumulations; before the anchor there is one where a weight is read once and used twice."""
+def test_the_sum_of_two_uses_follows():
+    """A weight that is read once and used twice: AOTAutograd accumulates before the anchor (`is_gradient_acc`)."""
     graph = joint("read_once")
-    (add,) = (n for n in nodes(graph, aten.add.Tensor) if n.meta["val"].dtype == BF16)
-    assert add.meta.get("is_gradient_acc", True)
+    (add,) = nodes(graph, aten.add.Tensor)
+    assert add.meta["val"].dtype == BF16
     done = graph.run("retype_wgrads")
     assert done.ops["gtp.dense_wgrad.default"] == 2
     (add,) = nodes(graph, aten.add.Tensor)
@@ -189,6 +205,21 @@ def test_one_unknown_term_does_not_keep_the_others_rounded():
     assert ops(graph)["gtp.widen.default"] == 1
 
 
+def test_rows_of_a_stack_that_a_batched_gemm_rounded_are_widened():
+    dy, x, *_ = operands()
+
+    def picked(dy, x):  # [8, N, K]
+        rows = aten.bmm.default(dy.unsqueeze(2), x.unsqueeze(1))
+        return aten.index_put.default(aten.new_zeros.default(dy, [8, OUT, IN]), [torch.arange(ROWS) % 3], rows, True)
+
+    graph = wgrad_graph(picked, dy, x)
+    (skip,) = graph.run("retype_wgrads").report.skipped
+    assert skip.reason == "bmm: no pass knows a weight gradient through aten.bmm.default"
+    (scatter,) = nodes(graph, aten.index_put.default)
+    assert scatter.args[2].target is gtp.widen.default
+    assert scatter.meta["val"].dtype == torch.float32  # the sum over rows, at least
+
+
 def test_a_batched_gemm_of_a_model_is_named():
     graph = joint("batched")
     (skip,) = graph.run("retype_wgrads").report.skipped
@@ -238,7 +269,7 @@ def test_what_is_wider_than_the_rule_is_cast_only_behind_its_sum():
 
 @pytest.mark.parametrize("name", GEMM_MODELS)
 def test_the_error_of_every_gemm_group_shrinks(name):
-    before = run(joint(name), "group_wgrads")
+    before = behind(name, "group_wgrads")
     after = run(before.copy(), "retype_wgrads")
     rounded = [e for e in anchor_errors(before) if e]  # an expert without rows loses nothing
     assert rounded
@@ -250,9 +281,20 @@ def test_the_error_of_every_gemm_group_shrinks(name):
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
 def test_reductions_are_summed_in_float32(name):
-    graph = run(joint(name), "group_wgrads", "retype_wgrads")
+    graph = behind(name, "group_wgrads", "retype_wgrads")
     assert chain_dtypes(graph) == {torch.float32}
     assert max(anchor_errors(graph)) <= 1e-6
+
+
+def test_the_gradient_of_each_row_is_scattered_unrounded():
+    """Inductor writes a batched GEMM over one row as a float32 product; its rounding to bf16 goes."""
+    graph = run(joint("picked"), "group_wgrads", "retype_wgrads")
+    ids, x = (p for p in graph.primals if p.shape[0] == ROWS)
+    dy = torch.randn(ROWS, OUT, generator=torch.Generator().manual_seed(0)).to(BF16)
+    exact = torch.zeros(4, OUT, IN, dtype=torch.float64)
+    exact.index_add_(0, ids, dy.double().unsqueeze(2) * x.double().unsqueeze(1))
+    (got,) = (t for t in graph.evaluate()[1:] if t is not None)
+    assert relative_error(got, exact[:, : OUT // WORLD]) <= 1e-6
 
 
 def test_plain_weights_keep_their_gradients():
@@ -267,7 +309,7 @@ def test_plain_weights_keep_their_gradients():
 
 @pytest.mark.parametrize("name", [*GEMM_MODELS, *OTHER_MODELS, "batched"])
 def test_a_second_run_changes_nothing(name):
-    graph = run(joint(name), "group_wgrads", "retype_wgrads")
+    graph = behind(name, "group_wgrads", "retype_wgrads")
     assert_unchanged_by(graph, "retype_wgrads")
 
 

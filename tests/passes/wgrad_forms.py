@@ -48,8 +48,6 @@ def operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return dy, x, torch.arange(ROWS) % 5, ends_of(7, 0, 12, 5)
 
 
-
-
 def mm(dy: Tensor, x: Tensor) -> Tensor:  # [N, K]
     return aten.mm.default(aten.permute.default(dy, [1, 0]), x)
 
@@ -76,6 +74,12 @@ def _sliced(dy: Tensor, x: Tensor) -> Tensor:  # two halves of a fused weight [2
 def _selected(dy: Tensor, x: Tensor) -> Tensor:  # two experts of a stack [E, N, K], read one by one
     first = aten.select_backward.default(mm(dy, x), [4, OUT, IN], 0, 0)
     return aten.add.Tensor(first, aten.select_backward.default(mm(dy, x), [4, OUT, IN], 0, 1))
+
+
+def _pasted(dy: Tensor, x: Tensor) -> Tensor:  # the same two, as Inductor writes them
+    zeros = _full(dy, 4, OUT, IN)
+    first = aten.select_scatter.default(zeros, mm(dy, x), 0, 0)
+    return aten.slice_scatter.default(first, aten.unsqueeze.default(mm(dy, x), 0), 0, 1, 2)
 
 
 def _norm(dy: Tensor) -> Tensor:  # float32 inside, rounded at the end, as norms are
@@ -113,12 +117,18 @@ _PATH_FORMS = (
     Form("sum_of_uses", lambda dy, x, ids, offs: aten.add.Tensor(mm(dy, x), mm(dy, x)), gemms=2),
     Form("slice_backward", lambda dy, x, ids, offs: _sliced(dy, x), gemms=2),
     Form("select_backward", lambda dy, x, ids, offs: _selected(dy, x), gemms=2),
+    Form("select_and_slice_scatter", lambda dy, x, ids, offs: _pasted(dy, x), gemms=2),
     Form("stack", lambda dy, x, ids, offs: _stack(*[mm(dy, x)] * 3, mm(dy, x)), gemms=2),
     Form("aten_stack", lambda dy, x, ids, offs: aten.stack.default([*[mm(dy, x)] * 3, mm(dy, x)]), gemms=2),
     Form("cat", lambda dy, x, ids, offs: aten.cat.default([mm(dy, x), mm(dy, x)], 0), gemms=2),
     Form("add_to_full", lambda dy, x, ids, offs: aten.add.Tensor(_full(dy, OUT, IN), mm(dy, x))),
-    Form("add_to_zeros", lambda dy, x, ids, offs: aten.add.Tensor(aten.zeros.default([OUT, IN], dtype=dy.dtype), mm(dy, x))),
-    Form("add_to_new_zeros", lambda dy, x, ids, offs: aten.add.Tensor(aten.new_zeros.default(dy, [OUT, IN]), mm(dy, x))),
+    Form(
+        "add_to_zeros",
+        lambda dy, x, ids, offs: aten.add.Tensor(aten.zeros.default([OUT, IN], dtype=dy.dtype), mm(dy, x)),
+    ),
+    Form(
+        "add_to_new_zeros", lambda dy, x, ids, offs: aten.add.Tensor(aten.new_zeros.default(dy, [OUT, IN]), mm(dy, x))
+    ),
     Form("add_to_zeros_like", lambda dy, x, ids, offs: aten.add.Tensor(aten.zeros_like.default(mm(dy, x)), mm(dy, x))),
     Form("scaled", lambda dy, x, ids, offs: aten.div.Tensor(aten.neg.default(aten.mul.Tensor(mm(dy, x), 0.3)), 3.0)),
     Form("casts", lambda dy, x, ids, offs: _round_trip(dy, x)),
