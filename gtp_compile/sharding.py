@@ -96,7 +96,7 @@ def shard(
     places = list(_places(model))
     placements = [_placement(p, shard_fn or shard_experts, mesh) for p in places]
     todo = [(p, pl) for p, pl in zip(places, placements, strict=True) if pl is not None]
-    _refuse_overlap([p for p, _ in todo])
+    _refuse_overlap(places, placements)
     if src_data_rank is None:
         _check_equal(model, mesh)
     made: dict[int, ShardedParameter] = {}
@@ -175,11 +175,11 @@ def _placement(place: _Place, shard_fn: ShardFn, mesh: DeviceMesh) -> tuple[Shar
     fqn, param = place.fqn, place.param
     if isinstance(param, ShardedParameter):
         raise ValueError(f"{fqn}: is sharded already; call shard once, on the outermost module")
-    if isinstance(param, DTensor):
-        raise ValueError(f"{fqn}: is a DTensor of another tool; let shard_fn return None for it, or shard it here only")
     wanted = shard_fn(fqn, place.module, param)
     if wanted is None:
         return None
+    if isinstance(param, DTensor):
+        raise ValueError(f"{fqn}: is a DTensor of another tool; let shard_fn return None for it, or shard it here only")
     spread = tuple(wanted) if isinstance(wanted, list | tuple) else (*[Replicate()] * (mesh.ndim - 1), wanted)
     if not all(isinstance(p, Shard | Replicate) for p in spread):
         raise TypeError(f"{fqn}: shard_fn returns Shard(dim), Replicate(), a sequence of them, or None, got {wanted!r}")
@@ -238,7 +238,7 @@ def _coordinate(rank: int, mesh: DeviceMesh) -> list[int]:
     return coordinate
 
 
-def _refuse_overlap(places: list[_Place]) -> None:
+def _refuse_overlap(places: list[_Place], placements: list[Shard | Replicate | None]) -> None:
     """Two parameters over one storage would be two weights with two main_grads, and an optimizer would part them."""
     owner: dict[int, _Place] = {}
     for place in places:
@@ -253,13 +253,10 @@ def _refuse_overlap(places: list[_Place]) -> None:
             )
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    def span(t: Tensor) -> tuple[int, int]:
-        start = t.data_ptr()
-        return start, start + (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize
-
-    (a0, a1), (b0, b1) = span(a), span(b)
-    return a0 < b1 and b0 < a1
+def _span(t: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte, and of the one behind its last."""
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
 
 
 def _local_part(
