@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
@@ -36,6 +37,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "trace_artifact",
     "uncached",
+    "wrap_trunc_normal",
 ]
 
 
@@ -82,3 +84,9 @@ def fake_store() -> Any:
 def trace_artifact(name: str, text: str) -> None:
     """Add a text to the TORCH_TRACE log (read by tlparse), under the compilation that is running."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+def wrap_trunc_normal(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what `torch.nn.init.trunc_normal_` calls, also for those who imported it before."""
+    init: Any = torch.nn.init
+    init._no_grad_trunc_normal_ = wrap(init._no_grad_trunc_normal_)

@@ -48,7 +48,7 @@ class MainGradOptimizer(Optimizer):
         if not is_narrow(param):
             return param
         assert isinstance(param, ShardedParameter) and param.main_grad is not None
-        local = param.leaf.detach().to(param.main_grad.dtype)
+        local = torch.empty_like(param.main_grad).copy_(param.leaf.detach())
         master = torch.nn.Parameter(like(param, local), requires_grad=True)
         self._pairs.append((param, master))
         return master
@@ -111,7 +111,8 @@ class MainGradOptimizer(Optimizer):
 
 def is_narrow(param: Any) -> bool:
     """Whether a parameter's gradient lives in a main_grad of another dtype, where a stock optimizer does not look."""
-    return isinstance(param, ShardedParameter) and param.main_grad is not None and param.main_grad.dtype != param.dtype
+    main_grad = param.main_grad if isinstance(param, ShardedParameter) else None
+    return main_grad is not None and main_grad.dtype != param.dtype
 
 
 @functools.cache
@@ -126,9 +127,9 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if is_narrow(param) and param.grad is None:
-                stock = type(optimizer).__name__
+                stock, main_grad = type(optimizer).__name__, param.main_grad
                 raise RuntimeError(
-                    f"{param.leaf.fqn}: is {param.dtype}, its gradient is in its {param.main_grad.dtype} main_grad, "
+                    f"{param.leaf.fqn}: is {param.dtype}, its gradient is in its {main_grad.dtype} main_grad, "
                     f"and {stock} would skip it. Wrap the optimizer: gtp_compile.MainGradOptimizer("
                     f"model.parameters(), torch.optim.{stock}, ...); or keep the shards in float32: "
                     "gtp_compile.shard(model.float(), mesh, param_dtype=torch.bfloat16)"

@@ -28,6 +28,7 @@ from gtp_compile.passes.anchors import materialize
 from gtp_compile.passes.collective_ops import Layout, emit_reduce
 from gtp_compile.passes.emit import RunEmit
 from gtp_compile.weights import weight_grad_dtype
+from gtp_compile.whole_values import WholeValues
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -130,15 +131,13 @@ class ComputeLeaf(nn.Parameter):
         )
 
 
-class ShardedParameter(DTensor):
+class ShardedParameter(WholeValues):
     """A registered parameter: a DTensor that keeps its compute leaf in step.
 
     Made by `pair`, which gives this class to an `nn.Parameter` over a DTensor. Operators on it return plain DTensors.
     """
 
     __slots__ = ()
-
-    leaf: ComputeLeaf
 
     @property
     def main_grad(self) -> Tensor | None:
@@ -170,52 +169,32 @@ class ShardedParameter(DTensor):
         self.requires_grad = requires_grad
         return self
 
-    def copy_(self, src: Tensor, non_blocking: bool = False) -> ShardedParameter:
-        """Take the values of `src`: a DTensor, or a plain tensor that holds the whole weight."""
-        if isinstance(src, DTensor):
-            super().copy_(src, non_blocking)
-        else:
-            if src.shape != self.shape:
-                raise ValueError(
-                    f"{self.leaf.fqn}: values of shape {tuple(self.shape)} expected, got {tuple(src.shape)}"
-                )
-            self.leaf.data.copy_(self.leaf.mesh_layout.part(src, self.leaf.shard_rank), non_blocking)
-        return self
+    @property
+    def data(self) -> WholeValues:  # type: ignore[override]
+        values = torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+        values.__class__, values.leaf = WholeValues, self.leaf
+        return values
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Takes the values, into the memory that the leaf shares."""
+        if value.dtype != self.dtype:
+            raise TypeError(f"{self.leaf.fqn}: values of dtype {self.dtype} expected, got {value.dtype}")
+        with torch.no_grad():
+            self.copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if id(self) in memo:
             return memo[id(self)]
-        leaf = self.leaf
-        main_grad = None if leaf.main_grad is None else leaf.main_grad.clone()
-        new = _another(self, leaf.detach().clone(), main_grad)
-        memo[id(self)] = new
-        if self.grad is not None:
-            aliased = leaf._aliased is not None and leaf._aliased is leaf.main_grad
-            new.grad = like(
-                new, new.leaf.main_grad if aliased and main_grad is not None else local_of(self.grad).clone()
-            )
-            new.leaf._aliased = new.leaf.main_grad if aliased else None
+        memo[id(self)] = new = _another(self, self.leaf.detach().clone())
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         leaf = self.leaf
+        # As for any parameter, gradients aren't saved: the accumulator starts from zero.
+        main_grad = None if leaf.main_grad is None else torch.empty_like(leaf.main_grad, device="meta")
         facts = (leaf.fqn, leaf.mesh_layout, leaf.param_dtype, self.requires_grad)
-        return _unpickled, (self.detach(), facts, leaf.main_grad), None
-
-
-def _sampler(name: str) -> Callable[..., ShardedParameter]:
-    def sample(self: ShardedParameter, *args: Any, **kwargs: Any) -> ShardedParameter:
-        full = torch.empty(self.shape, dtype=self.dtype, device=self.leaf.device)
-        getattr(full, name)(*args, **kwargs)
-        return self.copy_(full)
-
-    sample.__name__ = name
-    sample.__doc__ = f"`Tensor.{name}`, drawn for the whole weight on every rank: seeded alike, as if not sharded."
-    return sample
-
-
-for _name in ("uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"):
-    setattr(ShardedParameter, _name, _sampler(_name))
+        return _unpickled, (self.detach(), facts, main_grad), None
 
 
 def pair(
@@ -252,9 +231,15 @@ def pair(
     return param
 
 
-def _another(param: ShardedParameter, local: Tensor, main_grad: Tensor | None) -> ShardedParameter:
-    """A pair placed as `param` is, over other memory."""
-    leaf = param.leaf
+def _another(param: ShardedParameter, local: Tensor) -> ShardedParameter:
+    """A pair placed as `param` is, over `local`, with copies of its gradients."""
+    leaf, grad = param.leaf, param.grad
+
+    def copied(t: Tensor) -> Tensor:
+        if t.is_meta or local.is_meta:  # nothing is known of it
+            return torch.zeros_like(t, device=local.device)
+        return torch.empty_like(t, device=local.device).copy_(t)
+
     new = pair(
         local,
         param.device_mesh,
@@ -267,7 +252,18 @@ def _another(param: ShardedParameter, local: Tensor, main_grad: Tensor | None) -
         param_dtype=leaf.param_dtype,
         main_grad_dtype=None,
     )
-    new.main_grad, new.leaf.meeting = main_grad, leaf.meeting
+    new.leaf.meeting = leaf.meeting
+    if leaf.main_grad is not None:
+        aliased = leaf._aliased is leaf.main_grad
+        dropped = aliased and grad is None  # zero_grad: the next step would start from zero
+        new.main_grad = copied(leaf.main_grad)
+        if dropped:
+            new.main_grad.zero_()
+        if aliased and grad is not None and local_of(grad).data_ptr() == leaf.main_grad.data_ptr():
+            _alias(new.leaf, new.main_grad)
+            grad = None
+    if grad is not None:
+        new.grad = like(new, copied(local_of(grad)))
     return new
 
 
@@ -292,10 +288,7 @@ def renewed(param: ShardedParameter, fn: Callable[[Tensor], Tensor]) -> ShardedP
         raise ValueError(f"{leaf.fqn}: lives on a mesh of {device} devices, can't move to {local.device}")
     if local.device == leaf.device and (local.is_meta or local.data_ptr() == leaf.data_ptr()):
         return param
-    main_grad = None if leaf.main_grad is None else torch.zeros_like(local, dtype=leaf.main_grad.dtype)
-    if main_grad is not None and leaf.main_grad is not None and not leaf.is_meta:
-        main_grad.copy_(leaf.main_grad)
-    leaf.replacement = _another(param, local.detach().contiguous(), main_grad)
+    leaf.replacement = _another(param, local.detach().contiguous())
     return leaf.replacement
 
 
@@ -317,7 +310,7 @@ def _unpickled(dtensor: DTensor, facts: tuple[Any, ...], main_grad: Tensor | Non
         param_dtype=param_dtype,
         main_grad_dtype=None,
     )
-    new.main_grad = main_grad
+    new.main_grad = None if main_grad is None else torch.zeros_like(main_grad, device=new.leaf.device)
     return new
 
 

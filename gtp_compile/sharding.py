@@ -119,7 +119,7 @@ def shard(
         for module, name in place.holders:
             module._parameters[name] = made[id(param)]  # type: ignore[assignment]
     if src_data_rank is not None:
-        for buffer in model.buffers():
+        for buffer in (b for b in model.buffers() if not b.is_meta):
             for axis, source in enumerate(_coordinate(src_data_rank, mesh)):
                 dist.broadcast(buffer, group=mesh.get_group(axis), group_src=source)
     _swap_classes(model)
@@ -238,19 +238,25 @@ def _coordinate(rank: int, mesh: DeviceMesh) -> list[int]:
     return coordinate
 
 
-def _refuse_overlap(places: list[_Place], placements: list[Shard | Replicate | None]) -> None:
+def _refuse_overlap(places: list[_Place], placements: Sequence[object]) -> None:
     """Two parameters over one storage would be two weights with two main_grads, and an optimizer would part them."""
-    owner: dict[int, _Place] = {}
-    for place in places:
-        storage = place.param.untyped_storage()
-        if storage.nbytes() == 0 or place.param.is_meta:
-            continue
-        first = owner.setdefault(storage.data_ptr(), place)
-        if first is not place and _overlap(first.param, place.param):
-            raise ValueError(
-                f"{place.fqn}: shares memory with {first.fqn}, but is another Parameter; tie them by assigning one "
-                "Parameter to both modules, or give one of them memory of its own"
-            )
+    spans: dict[int, list[tuple[int, int, bool, _Place]]] = {}
+    for place, placement in zip(places, placements, strict=True):
+        param = place.param
+        if not (isinstance(param, DTensor) or param.is_meta or param.numel() == 0):
+            start, end = _span(param)
+            storage = param.untyped_storage().data_ptr()
+            spans.setdefault(storage, []).append((start, end, placement is not None, place))
+    for found in spans.values():
+        found.sort(key=lambda span: span[:2])
+        furthest = found[0]
+        for span in found[1:]:
+            if span[0] < furthest[1] and (span[2] or furthest[2]):
+                raise ValueError(
+                    f"{span[3].fqn}: shares memory with {furthest[3].fqn}, but is another Parameter; tie them by "
+                    "assigning one Parameter to both modules, or give one of them memory of its own"
+                )
+            furthest = max(furthest, span, key=lambda s: s[1])
 
 
 def _span(t: Tensor) -> tuple[int, int]:
@@ -298,18 +304,20 @@ def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return
     mine = {name: _digest(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    for group in mesh.get_all_groups():
-        if group.size() == 1 or dist.get_backend(group) == "fake":
-            continue
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
-        for name in mine:
-            odd = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != everyone[0].get(name)]
-            if odd:
-                raise ValueError(
-                    f"{name}: its values on rank(s) {odd} differ from those on rank 0; seed the ranks alike, or let "
-                    "shard send one rank's values to all with src_data_rank=0"
-                )
+    known = {dist.get_rank(): mine}
+    for group in mesh.get_all_groups():  # one mesh dim after the other, so that in the end all know all, and all raise
+        if group.size() > 1 and dist.get_backend(group) != "fake":
+            everyone: list[Any] = [None] * group.size()
+            dist.all_gather_object(everyone, known, group=group)
+            known = {rank: digests for theirs in everyone for rank, digests in theirs.items()}
+    first, *others = sorted(known)
+    for name in mine:
+        odd = [rank for rank in others if known[rank].get(name) != known[first].get(name)]
+        if odd:
+            raise ValueError(
+                f"{name}: its values on rank(s) {odd} differ from those on rank {first}; seed the ranks alike, or let "
+                "shard send one rank's values to all with src_data_rank=0"
+            )
 
 
 def _digest(t: Tensor) -> str:

@@ -85,9 +85,8 @@ def _materialize_impl(
 ) -> Tensor:
     layout = Layout.of(group_names, group_sizes, dim, full_size, reduce_op)
     full = emit_gather(_emit_of(shards), shards, layout, param_dtype)
-    # An op may not return its input (a replicated weight that needs no cast is one), and has to return what the fake
-    # promises: contiguous, which a weight whose padding was cut off is not.
-    return full.clone() if len(shards) == 1 and full is shards[0] else full.contiguous()
+    # An op may not return its input (a replicated weight that needs no cast is one).
+    return full.clone() if len(shards) == 1 and full is shards[0] else full
 
 
 def _materialize_fake(

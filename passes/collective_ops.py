@@ -158,7 +158,8 @@ def emit_gather(emit: Emit, shards: Sequence[Any], layout: Layout, param_dtype: 
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
         merged = _contiguous(emit, emit(aten.permute.default, split, order))
         gathered = emit(aten.view.default, merged, [*shape[:dim], size * shape[dim], *shape[dim + 1 :]])
-    return _cut(emit, gathered, dim, layout.full_size)
+    # Contiguous, as the anchor op promised: the graph's views, and kernels with rules for strides, count on it.
+    return _contiguous(emit, _cut(emit, gathered, dim, layout.full_size))
 
 
 def emit_reduce(emit: Emit, grad: Any, shards: Sequence[Any], layout: Layout, grad_dtype: torch.dtype) -> list[Any]:
