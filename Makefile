@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 2
 JOBS ?= 2
+CONSTRAINTS ?= constraints.txt
+MATRIX ?= 2.11 2.13 2.14
 # More arguments, for example: make demo DEMO_ARGS="--steps 60 --json demo.json"; make test TEST_ARGS="-k weights -x"
 DEMO_ARGS ?=
 TEST_ARGS ?=
@@ -10,12 +12,13 @@ TEST_ARGS ?=
 INSTALLED := $(VENV)/.gtp-compile-installed
 BUILT := build/typecheck
 
-.PHONY: help venv demo test lint format clean
+.PHONY: help venv demo test test-matrix lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train a small Qwen3-MoE on RANKS=2 processes and show the gradients' errors"
 	@echo "make test    run the tests that need no GPU"
+	@echo "make test-matrix    the same on torch $(MATRIX), each in a .venv-VERSION of its own"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the files"
 	@echo "make venv    create $(VENV) only; the targets above do it by themselves"
@@ -26,8 +29,8 @@ venv: $(INSTALLED)
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
-	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[demo,test,lint]"
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) | $(VENV)/pyvenv.cfg
+	$(VENV)/bin/python -m pip install -c $(CONSTRAINTS) -e ".[demo,test,lint]"
 	@touch $@
 
 demo: $(INSTALLED)
@@ -36,6 +39,15 @@ demo: $(INSTALLED)
 # -P keeps the root off sys.path; pyproject.toml says why.
 test: $(INSTALLED)
 	$(VENV)/bin/python -P -m pytest -n $(JOBS) $(TEST_ARGS)
+
+# What torch itself pins may differ between its versions.
+test-matrix:
+	@mkdir -p build
+	@for version in $(MATRIX); do \
+		{ grep -vE '^(torch|triton|numpy|setuptools)==' constraints.txt; echo "torch==$$version.*"; } > build/constraints-$$version.txt; \
+		echo "== torch $$version"; \
+		$(MAKE) --no-print-directory test VENV=.venv-$$version CONSTRAINTS=build/constraints-$$version.txt || exit 1; \
+	done
 
 # mypy runs inside the built tree, so that it finds gtp_compile.passes and gtp_compile.kernels where an install puts them.
 lint: $(INSTALLED)

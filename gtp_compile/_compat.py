@@ -20,6 +20,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import get_gradient_edge
 
 __all__ = [
     "CustomPartitionerFn",
@@ -37,6 +38,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "trace_artifact",
     "uncached",
+    "will_accumulate",
     "wrap_trunc_normal",
 ]
 
@@ -72,6 +74,11 @@ def compile_name() -> str:
 def is_first_rank() -> bool:
     """Whether this process writes files for all ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def will_accumulate(leaf: torch.Tensor) -> bool:
+    """Inside a backward: whether it is going to deliver a gradient to `leaf`."""
+    return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))  # type: ignore[attr-defined]
 
 
 def fake_store() -> Any:

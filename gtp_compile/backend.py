@@ -8,7 +8,14 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from gtp_compile._compat import compile_fx, compile_fx_inner, compile_name, make_boxed_func, uncached
+from gtp_compile._compat import (
+    compile_fx,
+    compile_fx_inner,
+    compile_name,
+    make_boxed_func,
+    uncached,
+    will_accumulate,
+)
 from gtp_compile.config import GtpOptions, parse_options
 from gtp_compile.parameters import ComputeLeaf, prepare_accumulation
 from gtp_compile.partition import GtpPartitioner, lower_inference
@@ -99,34 +106,54 @@ def _with_bookkeeping(compiled: Callable[..., Any], captured: list[CapturedGraph
         for graph in captured:
             graph.calls.append(tuple(a.fqn if isinstance(a, ComputeLeaf) else "" for a in args))
             graph.inputs = args if graph.joint is not None else ()
+        before = [_node(a) for a in args]
         out = compiled(*args)
         trained = [leaf for leaf in leaves if leaf.requires_grad and leaf.main_grad is not None]
         if trained and torch.is_grad_enabled():
-            _before_backward(out, trained)
+            written = [a for a, node in zip(args, before, strict=True) if _node(a) is not node]
+            _before_backward([*out, *written], before, trained)
         return out
 
     return run
 
 
-def _before_backward(outputs: Any, leaves: list[ComputeLeaf]) -> None:
+def _node(x: Any) -> Any:
+    return x.grad_fn if isinstance(x, torch.Tensor) else None
+
+
+def _before_backward(outputs: Sequence[Any], inputs: Sequence[Any], leaves: list[ComputeLeaf]) -> None:
     """Have `prepare_accumulation` run when backward reaches the compiled graph, not when forward left it.
 
-    `zero_grad` may come between the two.
+    `zero_grad` may come between the two. A backward that is not asked for a weight's gradient (`autograd.grad` of the
+    input alone) runs the whole compiled graph all the same; such a main_grad is put back behind it.
     """
+    spared: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def prepare(grads: Any) -> None:
         for leaf in leaves:
-            prepare_accumulation(leaf)
+            if will_accumulate(leaf):
+                prepare_accumulation(leaf)
+            elif leaf.main_grad is not None:
+                spared.append((leaf.main_grad, leaf.main_grad.clone()))
 
-    node = _compiled_node(outputs)
+    def put_back(grad_inputs: Any, grad_outputs: Any) -> None:
+        while spared:
+            main_grad, contents = spared.pop()
+            main_grad.copy_(contents)
+
+    node = _compiled_node(outputs, inputs)
     if node is not None:
         node.register_prehook(prepare)
+        node.register_hook(put_back)
 
 
-def _compiled_node(outputs: Any) -> Any:
-    """The autograd node of the compiled graph that made `outputs` (an output may be a view on top of it)."""
-    todo = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-    seen = set()
+def _compiled_node(outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    """The autograd node of the compiled graph that made `outputs` (an output may be a view on top of it).
+
+    Not one of the nodes behind the graph's `inputs`: an output may be a view of an input, which another graph made.
+    """
+    todo = [node for t in outputs if (node := _node(t)) is not None]
+    seen = set(inputs)
     while todo:
         node = todo.pop(0)
         if node in seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from gtp_compile.passes.base import NOTE, outputs_of
 from gtp_compile.passes.emit import values
 from gtp_compile.passes.insert_collectives import GatherNote
 from gtp_compile.passes.order_collectives import is_collective_start
-from gtp_compile.passes.wgrad_patterns import kind_of
 
 __all__ = ["check_graph", "check_metadata", "check_saved"]
 
@@ -21,15 +21,19 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _OPERATOR = type(_WAIT)
 
 
-def check_graph(gm: fx.GraphModule) -> None:
-    """Structure: the graph is sound, every tensor has a value, every collective exactly one wait.
+def check_graph(gm: fx.GraphModule, given: Collection[fx.Node] = ()) -> None:
+    """Structure: the graph is sound, every new tensor has a value, every new collective exactly one wait.
+
+    Args:
+        gm: the graph behind a pass.
+        given: the nodes it had before; they are torch's or the user's, who may have other rules.
 
     Raises:
         RuntimeError: the message names the node.
     """
     gm.graph.lint()
     for node in gm.graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or node in given:
             continue
         if "val" not in node.meta and node.target is not operator.getitem:
             raise RuntimeError(f"{node.format_node()}: has no meta['val']; insert nodes with passes.emit.insert_call")
@@ -66,7 +70,7 @@ def check_metadata(gm: fx.GraphModule) -> None:
 
 
 def check_saved(forward: fx.GraphModule, num_fwd_outputs: int) -> None:
-    """Nothing that forward saves for backward may be a gathered weight, or a view of one.
+    """Nothing that forward saves for backward may be a gathered weight, or made of one alone.
 
     Raises:
         RuntimeError: the message names the saved value.
@@ -74,8 +78,8 @@ def check_saved(forward: fx.GraphModule, num_fwd_outputs: int) -> None:
     gathered: set[fx.Node] = set()
     for node in forward.graph.nodes:
         inputs = node.all_input_nodes
-        view = bool(inputs) and all(a in gathered for a in inputs) and kind_of(node) in ("view", "cast", "list")
-        if isinstance(node.meta.get(NOTE), GatherNote) or view:
+        alone = bool(inputs) and node.op == "call_function" and all(a in gathered for a in inputs)
+        if isinstance(node.meta.get(NOTE), GatherNote) or alone:
             gathered.add(node)
     for node in outputs_of(forward.graph)[num_fwd_outputs:]:
         if node in gathered:

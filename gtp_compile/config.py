@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -9,6 +10,8 @@ from gtp_compile._compat import is_inductor_option, list_mode_options
 from gtp_compile.pipeline import PASS_NAMES
 
 __all__ = ["GtpOptions", "parse_options"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +23,8 @@ class GtpOptions:
         disable: names of passes to leave out, e.g. ("retype_wgrads",).
         debug_dir: a folder that gets every graph before and after every pass as text, and one diff a pass.
         strict: an unmatched weight gradient is an error, not a report.
-        accumulate_into_main_grad: accepted for TransformerEngine's sake. A distributed weight never accumulates inside
-            its GEMM, so it changes nothing for one.
+        accumulate_into_main_grad: accepted for TransformerEngine's sake, and without effect: a distributed weight never
+            accumulates inside its GEMM, and for plain weights it is not built yet.
     """
 
     inner: Literal["inductor", "eager"] = "inductor"
@@ -51,6 +54,8 @@ def parse_options(mode: str | None, options: dict[str, Any] | None) -> tuple[Gtp
     patches = _mode_patches(mode)
     ours: dict[str, Any] = {}
     known = {f.name for f in fields(GtpOptions)}
+    if "custom_partitioner_fn" in given:
+        raise ValueError("backend 'gtp': option custom_partitioner_fn is taken: our passes run in the partitioner")
     for key, value in given.items():
         name = key.replace("-", "_")
         if name in known:
@@ -62,6 +67,8 @@ def parse_options(mode: str | None, options: dict[str, Any] | None) -> tuple[Gtp
                 f"backend 'gtp': unknown option {key!r}; known are {', '.join(sorted(known))}, mode, "
                 "and the options of torch._inductor.config"
             )
+    if ours.get("accumulate_into_main_grad"):
+        log.info("option accumulate_into_main_grad has no effect: no weight accumulates inside its GEMM yet")
     if isinstance(ours.get("disable"), str):
         ours["disable"] = (ours["disable"],)
     result = GtpOptions(**{**ours, "disable": tuple(ours.get("disable", ()))})

@@ -84,7 +84,6 @@ class GraphLog:
     debug_dir: str | None = None
     keep_text: bool = False
     runs: list[PassRun] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
 
     @property
     def wants_text(self) -> bool:
@@ -119,4 +118,3 @@ class GraphLog:
             path = os.path.join(folder, name)
             with open(path, "w") as f:
                 f.write(head + text)
-            self.files.append(path)

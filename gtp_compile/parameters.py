@@ -14,7 +14,7 @@ through `_collect`, its post-accumulate hook.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from gtp_compile._compat import mark_static
 from gtp_compile.meeting import Meeting
 from gtp_compile.passes.anchors import materialize
-from gtp_compile.passes.collective_ops import Layout, emit_reduce
+from gtp_compile.passes.collective_ops import Layout, emit_reduce, emit_stack
 from gtp_compile.passes.emit import RunEmit
 from gtp_compile.weights import weight_grad_dtype
 from gtp_compile.whole_values import WholeValues
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ComputeLeaf",
     "ShardedParameter",
+    "check_main_grad_dtype",
     "local_of",
     "materialize_leaves",
     "pair",
@@ -112,16 +113,23 @@ class ComputeLeaf(nn.Parameter):
         with torch.no_grad():
             return self.materialize_group_for_forward()
 
-    def finalize_group_grads(self, wgrads: Tensor | Iterable[Tensor]) -> None:
-        """Reduce the group's full gradients and add them to their accumulators; nothing is left to return."""
-        grads = [wgrads] if isinstance(wgrads, Tensor) else list(wgrads)
+    def finalize_group_grads(self, wgrads: Tensor | Sequence[Tensor | None]) -> None:
+        """Reduce the group's full gradients and add them to their accumulators; nothing is left to return.
+
+        A member that is frozen, or whose gradient is None, is left out (on all ranks alike).
+        """
+        grads = list(wgrads) if isinstance(wgrads, list | tuple) else [wgrads]
         if len(grads) != len(self.group):
             raise ValueError(f"{self.fqn}: {len(self.group)} gradients expected, one a member; got {len(grads)}")
-        grad = grads[0] if len(grads) == 1 else torch.stack(grads)
+        wanted = [(leaf, g) for leaf, g in zip(self.group, grads, strict=True) if g is not None and leaf.requires_grad]
+        if not wanted:
+            return
+        leaves = [leaf for leaf, _ in wanted]
+        grad = emit_stack(RunEmit(), [g for _, g in wanted])
         dtype = weight_grad_dtype(self, grad.dtype)
         with torch.no_grad():
-            reduced = emit_reduce(RunEmit(), grad, self.group, self.mesh_layout, dtype)
-            for leaf, part in zip(self.group, reduced, strict=True):
+            reduced = emit_reduce(RunEmit(), grad, leaves, self.mesh_layout, dtype)
+            for leaf, part in zip(leaves, reduced, strict=True):
                 _deliver(leaf, part)
 
     def grad_buffer(self) -> Tensor:
@@ -151,6 +159,8 @@ class ShardedParameter(WholeValues):
                 f"{self.leaf.fqn}: main_grad has the local shape {tuple(self.leaf.shape)}, got {tuple(value.shape)}; "
                 "give each rank's part, not the whole weight's"
             )
+        if value is not None:
+            check_main_grad_dtype(value.dtype, self.leaf.fqn)
         _fix_sizes(value)
         self.leaf.main_grad = value
 
@@ -195,6 +205,12 @@ class ShardedParameter(WholeValues):
         main_grad = None if leaf.main_grad is None else torch.empty_like(leaf.main_grad, device="meta")
         facts = (leaf.fqn, leaf.mesh_layout, leaf.param_dtype, self.requires_grad)
         return _unpickled, (self.detach(), facts, main_grad), None
+
+    def register_hook(self, hook: Any) -> Any:
+        raise NotImplementedError(
+            f"{self.leaf.fqn}: the gradient of a sharded parameter goes to main_grad inside the backward, past tensor "
+            "hooks; use register_post_accumulate_grad_hook, which fires when main_grad is final"
+        )
 
 
 def pair(
@@ -314,6 +330,12 @@ def _unpickled(dtensor: DTensor, facts: tuple[Any, ...], main_grad: Tensor | Non
     return new
 
 
+def check_main_grad_dtype(dtype: torch.dtype, name: str) -> None:
+    """Refuse an accumulator that no kernel writes for."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"{name}: main_grad is float32, bfloat16 or float16, got {dtype}; use torch.float32")
+
+
 def _fix_sizes(t: Tensor | None) -> None:
     """Keep Dynamo from making a weight's sizes symbolic when it meets a layer of another size in the same code."""
     if t is not None:
@@ -344,6 +366,9 @@ def prepare_accumulation(leaf: ComputeLeaf) -> None:
             param.grad, leaf._aliased = None, None
         return
     if leaf._aliased is not main_grad:
+        known = [t.data_ptr() for t in (leaf._aliased, main_grad) if t is not None]
+        if param.grad is not None and local_of(param.grad).data_ptr() not in known:
+            main_grad.add_(local_of(param.grad))  # it came to the parameter itself, past the graphs
         _alias(leaf, main_grad)
     elif param.grad is None:
         main_grad.zero_()

@@ -30,6 +30,8 @@ __all__ = ["GtpPartitioner", "lower_inference", "source_hash"]
 
 log = logging.getLogger(__name__)
 
+_HERE = pathlib.Path(__file__).parent
+
 
 @functools.cache
 def source_hash() -> str:
@@ -38,10 +40,11 @@ def source_hash() -> str:
     import gtp_compile.passes
 
     digest = hashlib.sha256()
-    roots = [*gtp_compile.kernels.__path__, *gtp_compile.passes.__path__, str(pathlib.Path(__file__).parent)]
-    for root in roots:
-        for path in sorted(pathlib.Path(root).rglob("*.py")):
-            digest.update(path.name.encode() + path.read_bytes())
+    folders = [*gtp_compile.kernels.__path__, *gtp_compile.passes.__path__]
+    # passes/ and kernels/ lie inside this folder in a wheel, and beside it in the repository.
+    paths = [p for folder in folders for p in pathlib.Path(folder).rglob("*.py")] + [*_HERE.glob("*.py")]
+    for path in sorted(paths, key=lambda p: p.parts[-2:]):
+        digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
 

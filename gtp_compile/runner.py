@@ -25,6 +25,7 @@ def run_passes(gm: fx.GraphModule, passes: Iterable[Pass], ctx: PassContext, log
     outputs = len(outputs_of(gm.graph))
     for run in passes:
         name = run.__name__
+        given = set(gm.graph.nodes)
         before, ops = graph_text(gm) if log.wants_text else "", count_ops(gm.graph)
         start = time.perf_counter()
         report = run(gm, ctx)
@@ -32,7 +33,7 @@ def run_passes(gm: fx.GraphModule, passes: Iterable[Pass], ctx: PassContext, log
         gm.graph.eliminate_dead_code()
         gm.recompile()
         try:
-            check_graph(gm)
+            check_graph(gm, given)
             if log.wants_text:
                 check_metadata(gm)
         except RuntimeError as error:

@@ -47,7 +47,7 @@ class Session:
 
     Attributes:
         record: put `gtp::record` into the graphs; `programs` gets the chains (see `passes.record_operands`).
-        dry: run the graphs without communicating (see `backend.DryRun`).
+        dry: run the graphs without communicating (see `dry_run`).
         keep_joint: keep a copy of each joint graph as captured.
     """
 

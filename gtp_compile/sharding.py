@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from gtp_compile.grouped_linear import GroupedLinear
 from gtp_compile.meeting import Meeting
 from gtp_compile.optim import is_narrow, refuse_stock_optimizers
-from gtp_compile.parameters import ComputeLeaf, ShardedParameter, pair
+from gtp_compile.parameters import ComputeLeaf, ShardedParameter, check_main_grad_dtype, pair
 from gtp_compile.passes.collective_ops import REPLICATED, Layout
 from gtp_compile.sharded_module import Tree, leaves_in, take_over
 
@@ -93,6 +93,8 @@ def shard(
         TypeError: an argument of the wrong type.
     """
     _check_arguments(mesh, param_dtype, main_grad_dtype, reduce_op, src_data_rank)
+    if dist.get_backend(mesh.get_group()) == "fake":
+        src_data_rank = None  # nothing travels on a fake mesh: what would arrive is memory as it was
     places = list(_places(model))
     placements = [_placement(p, shard_fn or shard_experts, mesh) for p in places]
     todo = [(p, pl) for p, pl in zip(places, placements, strict=True) if pl is not None]
@@ -152,6 +154,8 @@ def _check_arguments(
     for name, dtype in (("param_dtype", param_dtype), ("main_grad_dtype", main_grad_dtype)):
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"{name}: a floating-point dtype is expected, got {dtype}")
+    if main_grad_dtype is not None:
+        check_main_grad_dtype(main_grad_dtype, "main_grad_dtype")
     if src_data_rank is not None and not 0 <= src_data_rank < mesh.size():
         raise ValueError(f"src_data_rank: a rank of the mesh (0 to {mesh.size() - 1}) is expected, got {src_data_rank}")
 

@@ -67,10 +67,9 @@ def verify(
         with preserved_state(model):
             for leaf in leaves:
                 leaf.recorder = recorder
+                leaf.registered.grad = None
                 if leaf.main_grad is not None:
                     leaf.main_grad.zero_()  # what is in it afterwards is the step's own
-                else:
-                    leaf.registered.grad = None
             try:
                 output = run_watched(model, session, options, args, kwargs)
                 with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Compile a model afresh under a session, and leave no trace of having run it."""
+"""Compile a model afresh under a session, and put back what running it changed."""
 
 from __future__ import annotations
 

@@ -9,16 +9,16 @@ from torch import fx
 if TYPE_CHECKING:
     from gtp_compile.passes.order_collectives import JointOrder
 
-__all__ = ["NOTE", "Pass", "PassContext", "PassReport", "Phase", "Skip", "WgradNote", "note_of", "outputs_of"]
+__all__ = ["NOTE", "Pass", "PassContext", "PassReport", "Phase", "Skip", "outputs_of"]
 
-Phase = Literal["joint", "forward", "backward", "inference"]
+Phase = Literal["joint", "backward", "inference"]
 
 NOTE = "gtp"  # the one key of ours in node.meta
 
 
 @dataclass(frozen=True, slots=True)
 class PassContext:
-    """What a pass may depend on. All of it is part of the compile cache's key.
+    """What a pass may depend on, beside the graph: nothing that ranks or processes may differ in.
 
     Attributes:
         phase: which graph this is.
@@ -62,25 +62,7 @@ class PassReport:
 Pass = Callable[[fx.GraphModule, PassContext], PassReport]
 
 
-@dataclass(frozen=True, slots=True)
-class WgradNote:
-    """What is known of one gradient anchor; stays on the node that carries the group's gradient.
-
-    Attributes:
-        group: ordinal of the weight group among the graph's gradient anchors, by first input (weight order).
-        inputs: positions of the members' shards among the graph's inputs, leader first.
-    """
-
-    group: int
-    inputs: tuple[int, ...]
-
-
 def outputs_of(graph: fx.Graph) -> list[Any]:
     """What a graph returns: nodes, or None."""
     results: Any = graph.output_node().args[0]
     return list(results)
-
-
-def note_of(node: fx.Node) -> WgradNote | None:
-    note = node.meta.get(NOTE)
-    return note if isinstance(note, WgradNote) else None

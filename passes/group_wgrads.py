@@ -14,7 +14,7 @@ After: one anchor, so one reduction; the sum comes before it, where the next pas
 
 1. Materializations of one group with equal arguments become one.
 2. Gradient anchors of one group whose results are summed become one.
-3. Each anchor gets its `WgradNote` (which inputs of the graph it belongs to).
+3. For each anchor, whether its gradient can be traced to GEMMs or reductions; if not, a skip with the reason.
 
 Needs: a functional joint graph. Leaves: at most one gradient anchor a weight group, or a skip with the reason.
 """
@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from gtp_compile.passes.anchors import Finalize
-from gtp_compile.passes.base import NOTE, PassContext, PassReport, WgradNote
+from gtp_compile.passes.base import PassContext, PassReport
 from gtp_compile.passes.emit import insert_call
 from gtp_compile.passes.ordering import stable_sort
 from gtp_compile.passes.wgrad_patterns import find_chain
@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 
 def group_wgrads(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-    """Bring the uses of one weight together and note which inputs each gradient anchor belongs to."""
+    """Bring the uses of one weight together, and say of each gradient anchor whether its GEMMs are found."""
     report = PassReport()
     graph = gm.graph
     report.changed += _merge_gathers(graph)
@@ -48,13 +48,8 @@ def group_wgrads(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
                 report.skip(uses[0].node, reason)
             else:
                 report.changed += 1
-    positions = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
-    anchors = Finalize.find(graph)
-    order = sorted(anchors, key=lambda a: [positions[s] for s in a.shards])
-    for ordinal, anchor in enumerate(order):
+    for anchor in Finalize.find(graph):
         report.matched += 1
-        inputs = tuple(positions[s] for s in anchor.shards)
-        anchor.node.meta[NOTE] = WgradNote(ordinal, inputs)
         reason = find_chain(anchor.grad, anchor.grad_dtype).reason
         if reason:
             report.skip(anchor.node, reason)

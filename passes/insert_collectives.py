@@ -41,8 +41,6 @@ class GatherNote:
 class AccumulateNote:
     """On `add(main_grad, reduced)`: stands where a gradient was returned; to be written to main_grad in place."""
 
-    input: int
-
 
 @dataclass(frozen=True, slots=True)
 class ReduceNote:
@@ -102,7 +100,7 @@ def _lower_finalize(graph: fx.Graph, anchor: Finalize, positions: dict[fx.Node, 
                 item.replace_all_uses_with(emit_cast(emit, part, item.meta["val"].dtype))
             else:
                 total = insert_call(graph, aten.add.Tensor, (main_grad, part), like=anchor.node)
-                total.meta[NOTE] = AccumulateNote(inputs[i])
+                total.meta[NOTE] = AccumulateNote()
                 end.replace_all_uses_with(total)
                 # The accumulator changes between forward and backward by design, also under saved-tensor hooks.
                 main_grad.meta["saved_tensor_with_no_vc_check"] = True

@@ -63,10 +63,10 @@ def order_collectives(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
     return report
 
 
-def _rank(start: fx.Node, order: JointOrder) -> tuple[int, int, str]:
-    """The sort key of one collective: its place in the joint graph, gathers before reductions, then the name."""
+def _rank(start: fx.Node, order: JointOrder) -> tuple[int, int, int]:
+    """The sort key of one collective: the place of it, or of its use, in the joint graph; what is repeated first."""
     if start.name in order.backward:
-        return order.position[start.name], 1, start.name
+        return order.position[start.name], 1, 0
     first = len(order.position)
     seen: set[fx.Node] = set()
     todo = list(start.users)
@@ -79,4 +79,5 @@ def _rank(start: fx.Node, order: JointOrder) -> tuple[int, int, str]:
             first = min(first, order.position[node.name])
         else:
             todo += node.users
-    return first, 0, start.name
+    # Several for one use: as they stood in the joint graph, where one may need another.
+    return first, 0, order.position.get(start.name, first)

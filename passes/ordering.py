@@ -12,11 +12,14 @@ def stable_sort(graph: fx.Graph, after: Mapping[fx.Node, fx.Node] | None = None)
 
     Args:
         graph: its placeholders must stand first.
-        after: for some nodes another one that has to come before, without there being a use. The caller makes sure
-            that this closes no cycle.
+        after: for some nodes another one that has to come before, without there being a use.
+
+    Raises:
+        RuntimeError: data and `after` together close a cycle; the message names a node on it.
     """
     after = after or {}
     placed: set[fx.Node] = set()
+    open_: set[fx.Node] = set()  # its inputs are being placed
     order: list[fx.Node] = []
     for start in graph.nodes:
         stack = [start]
@@ -29,6 +32,11 @@ def stable_sort(graph: fx.Graph, after: Mapping[fx.Node, fx.Node] | None = None)
             if node in after and after[node] not in placed:
                 missing.append(after[node])
             if missing:
+                if node in open_:
+                    raise RuntimeError(
+                        f"{node.name}: must come before itself; there is no order for {node.format_node()}"
+                    )
+                open_.add(node)
                 stack += reversed(missing)
             else:
                 placed.add(node)

@@ -3,8 +3,13 @@
 Before:  forward saves t(gathered) bf16[K, N]
 After:   forward saves the shard f32[N/W, K], an input that lives anyway; backward has its own all_gather
 
-Every node of a gather, and every view or cast that depends on nothing else, is tagged MUST_RECOMPUTE: the partitioner
-would otherwise save the view instead. By rule, not by cost, so that all ranks decide alike.
+1. Every node of a gather, and whatever depends on nothing else, is tagged MUST_RECOMPUTE: the partitioner would
+   otherwise save a view of it instead.
+2. What is made of a gathered weight and an activation is tagged MUST_SAVE (which means: not to be recomputed), unless
+   the user's own checkpoint has a say. Recomputing it would bring a gather into backward.
+
+By rule, not by cost: the partitioner weighs sizes, ranks differ in their token counts, and all of them must issue the
+same collectives.
 
 Needs: insert_collectives. Leaves: tags only.
 """
@@ -14,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from gtp_compile.passes.base import NOTE, PassContext, PassReport
 from gtp_compile.passes.insert_collectives import GatherNote
-from gtp_compile.passes.wgrad_patterns import kind_of
+from gtp_compile.passes.order_collectives import is_collective_start
 
 __all__ = ["recompute_gathers"]
 
@@ -23,17 +28,36 @@ _AC_GRAPH_ID = 1 << 30
 
 
 def recompute_gathers(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-    """Tag the gathers, and what is made of a gathered weight alone, for recomputation."""
+    """Tag the gathers, and what is made of gathered weights, so that all ranks recompute alike."""
     report = PassReport()
-    tagged: set[fx.Node] = set()
+    gathered: set[fx.Node] = set()  # of a gather, or made of one alone
+    travelled: set[fx.Node] = set()  # those that a collective stands behind
+    backward: set[fx.Node] = set()  # what depends on a tangent, or was made for backward, must carry no tag
     for node in gm.graph.nodes:
-        gather = isinstance(node.meta.get(NOTE), GatherNote)
+        if any(a in backward for a in node.all_input_nodes) or _belongs_to_backward(node):
+            backward.add(node)
+            continue
+        is_gather = isinstance(node.meta.get(NOTE), GatherNote)
+        report.matched += is_gather
         inputs = node.all_input_nodes
-        derived = bool(inputs) and all(a in tagged for a in inputs) and kind_of(node) in ("view", "cast", "list")
-        report.matched += gather
-        if (gather or derived) and node.meta.get("partitioner_tag") != "is_backward":
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = _AC_GRAPH_ID
-            tagged.add(node)
+        if is_gather or (inputs and node.op == "call_function" and all(a in gathered for a in inputs)):
+            gathered.add(node)
+            _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
             report.changed += 1
+        if (is_gather and is_collective_start(node)) or (node in gathered and any(a in travelled for a in inputs)):
+            travelled.add(node)
+        elif any(a in travelled for a in inputs) and node.op == "call_function" and "recompute" not in node.meta:
+            _tag(node, CheckpointPolicy.MUST_SAVE)
     return report
+
+
+def _belongs_to_backward(node: fx.Node) -> bool:
+    """Whether a node was traced in backward, or is a gradient that comes in (told by its name, as torch does it)."""
+    if node.op == "placeholder":
+        return "tangents" in str(node.target)
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
+    node.meta["recompute"] = policy
+    node.meta["ac_graph_id"] = _AC_GRAPH_ID

@@ -4,7 +4,7 @@
     _grouped_mm(dy^T, x, offs)      2-D x 2-D     grouped GEMM            [E, N, K]
     _grouped_mm(x^T, dy, offs)      2-D x 2-D     the same, transposed    [E, K, N]
     gtp::dense_wgrad, gtp::grouped_wgrad          our own, typed already
-    sum(dy * x_hat)                               reduction (norms, biases)
+    sum(dy * x_hat)                               reduction (norms, biases); a sum of GEMMs: a broadcast weight
     index_put(zeros, ids, dy, accumulate)         scatter (embeddings, per-expert biases)
       |
       |  views, casts, stacks, slices' backwards, sums of several uses, multiplications by a number
@@ -153,16 +153,39 @@ def find_chain(root: fx.Node, dtype: torch.dtype) -> Chain:
     return chain
 
 
-def _scattered(node: fx.Node) -> list[Any]:
-    """The base of a scatter, and what is put into it where that is weight gradients: rows of a stack `[E, N, K]`.
+_GEMMS = (aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.addmm.default, aten._grouped_mm.default)
 
-    What is scattered into two dims are gradients of activations (embeddings, per-expert biases).
+
+def _scattered(node: fx.Node) -> list[Any]:
+    """The base of a scatter, and what is put into it where that is weight gradients.
+
+    Those are rows of a stack `[E, N, K]`, or the result of a GEMM that nobody else reads (`F.linear(x, w[ids])`).
+    Otherwise gradients of activations are scattered (embeddings, per-expert biases).
     """
     if node.target is aten.embedding_dense_backward.default:
-        return []
-    base: Any = node.args[0]
-    is_put = node.target in (aten.index_put.default, aten._unsafe_index_put.default)
-    return [base, node.args[2 if is_put else 3]] if base.meta["val"].ndim > 2 else [base]
+        base, put = [], node.args[0]
+    else:
+        is_put = node.target in (aten.index_put.default, aten._unsafe_index_put.default)
+        base, put = [node.args[0]], node.args[2 if is_put else 3]
+    source, alone = _source(put)
+    weights = node.meta["val"].ndim > 2 or (alone and kind_of(source) == "gemm")
+    return [*base, put] if weights else base
+
+
+def _reduced(node: fx.Node) -> list[Any]:
+    """What a sum adds up where that is weight gradients: a GEMM's result, summed to a matrix (a broadcast weight)."""
+    source, _ = _source(node.args[0])
+    is_matrix = sum(size != 1 for size in node.meta["val"].shape) >= 2
+    return [node.args[0]] if is_matrix and source.target in _GEMMS else []
+
+
+def _source(node: Any) -> tuple[fx.Node, bool]:
+    """What computed a value, behind views and casts; and whether nobody else reads it on the way."""
+    alone = len(node.users) == 1
+    while kind_of(node) in ("view", "cast"):
+        node = node.args[0]
+        alone = alone and len(node.users) == 1
+    return node, alone
 
 
 # Which arguments of a node the gradient runs through; those of the other kinds are operands.
@@ -174,7 +197,7 @@ _FOLLOW: dict[Kind, Callable[[fx.Node], list[Any]]] = {
     "scale": lambda n: [n.args[0]],
     "cast": lambda n: [n.args[0]],
     "gemm": lambda n: [],
-    "reduce": lambda n: [],
+    "reduce": _reduced,
     "scatter": _scattered,
     "factory": lambda n: [],
 }
@@ -188,20 +211,31 @@ class _Walk:
         self.dtype = dtype
         self.seen: set[fx.Node] = set()
 
-    def visit(self, node: fx.Node) -> None:
-        if node in self.seen:
-            return
-        self.seen.add(node)
+    def visit(self, root: fx.Node) -> None:
+        todo = [(root, False)]  # by hand, since a sum of many uses is a deep chain; True: its inputs are done
+        while todo:
+            node, done = todo.pop()
+            if done:
+                self._add(node)
+            elif node not in self.seen:
+                self.seen.add(node)
+                kind = kind_of(node)
+                if kind is None:
+                    self._cut(node)
+                else:
+                    todo.append((node, True))
+                    todo += [(a, False) for a in reversed(_FOLLOW[kind](node))]
+
+    def _cut(self, node: fx.Node) -> None:
+        self.chain.operands.append(node)
+        # What is as wide as the sum will be has lost nothing, whatever computed it.
+        if node.meta["val"].dtype.itemsize < self.dtype.itemsize:
+            self.chain.unknown[node] = Skip(node.name, _why_unknown(node))
+
+    def _add(self, node: fx.Node) -> None:
         kind = kind_of(node)
-        if kind is None:
-            self.chain.operands.append(node)
-            # What is as wide as the sum will be has lost nothing, whatever computed it.
-            if node.meta["val"].dtype.itemsize < self.dtype.itemsize:
-                self.chain.unknown[node] = Skip(node.name, _why_unknown(node))
-            return
+        assert kind is not None
         follow = _FOLLOW[kind](node)
-        for arg in follow:
-            self.visit(arg)
         self.chain.operands += [a for a in node.all_input_nodes if a not in follow and a not in self.chain.operands]
         self.chain.nodes.append(node)
         if kind == "gemm":

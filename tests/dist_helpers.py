@@ -177,9 +177,7 @@ def whole(param: ShardedParameter, local: Tensor | None) -> Tensor:
         raise AssertionError(f"{param.leaf.fqn}: nothing to compare, it is None")
     local = getattr(local, "_local_tensor", local).detach()
     shape, stride = param.shape, param.stride()
-    part = DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
-    )
+    part = DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
     return part.full_tensor().double()
 
 

@@ -8,7 +8,7 @@ from tiny_models import MODELS, behind, joint, nodes, partitioned, run, sharded
 
 from gtp_compile.checks import check_graph, check_metadata, check_saved
 from gtp_compile.graph_log import GraphLog
-from gtp_compile.passes.base import PassContext, PassReport
+from gtp_compile.passes.base import PassContext, PassReport, outputs_of
 from gtp_compile.passes.describe import check_dtypes, describe_groups, describe_wire
 from gtp_compile.passes.emit import insert_call
 from gtp_compile.runner import run_passes
@@ -181,3 +181,15 @@ def test_metadata_is_derived_again_only_where_somebody_looks():
     run_passes(joint("dense").module, (lie,), PassContext("joint"), GraphLog("test"))
     with pytest.raises(RuntimeError, match=r"after pass lie: .*the operator gives torch.bfloat16"):
         run_passes(joint("dense").module, (lie,), PassContext("joint"), GraphLog("test", keep_text=True))
+
+
+def test_what_a_pass_found_may_have_rules_of_its_own():
+    """torch inserts higher-order operators without metadata, a user may start a collective and wait for it twice."""
+    graph = joint("dense")
+    x = next(iter(graph.module.graph.find_nodes(op="call_function", target=aten.mm.default)))
+    with graph.module.graph.inserting_after(x):
+        odd = graph.module.graph.call_function(aten.neg.default, (x,))
+    graph.module.graph.output_node().args = ((*outputs_of(graph.module.graph), odd),)
+    with pytest.raises(RuntimeError, match="has no meta"):
+        check_graph(graph.module)
+    check_graph(graph.module, given={odd})

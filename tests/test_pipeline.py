@@ -23,8 +23,10 @@ from torch import nn
 import gtp_compile
 import gtp_compile.backend
 from gtp_compile.checks import check_graph, check_metadata
-from gtp_compile.passes.base import NOTE
+from gtp_compile.passes.base import NOTE, PassContext
 from gtp_compile.passes.insert_collectives import ReduceNote
+from gtp_compile.passes.order_collectives import JointOrder, order_collectives
+from gtp_compile.passes.ordering import stable_sort
 from gtp_compile.pipeline import BACKWARD_PASSES, INFERENCE_PASSES, JOINT_PASSES, PASS_NAMES
 from gtp_compile.testing import capture_joint, compare_numerics, fake_mesh
 
@@ -269,3 +271,31 @@ def test_under_no_grad_only_gathers_are_inserted():
     assert len(nodes(gm.graph, c10d.all_gather_into_tensor.default)) == 6
     assert not nodes(gm.graph, c10d.reduce_scatter_tensor.default)
     assert not nodes(gm.graph, gtp.materialize.default)
+
+
+def test_collectives_that_need_one_another_keep_their_order_when_backward_repeats_them():
+    """Ten and more of a kind: as text, all_reduce_10 stands before all_reduce_2."""
+    graph = torch.fx.Graph()
+    x, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
+    value = x
+    for _ in range(12):
+        start = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (value, "sum", "0"))
+        value = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (start,))
+    grad = graph.call_function(torch.ops.aten.mul.Tensor, (tangent, value))
+    graph.output([value, grad])
+    joint_order = JointOrder(graph, num_fwd_outputs=1)
+    module = torch.fx.GraphModule({}, graph)
+    names = [n.name for n in graph.nodes]
+    report = order_collectives(module, PassContext("backward", joint_order=joint_order))
+    assert (report.matched, report.changed) == (12, 0)
+    assert [n.name for n in module.graph.nodes] == names
+
+
+def test_an_order_that_would_close_a_cycle_is_an_error():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.ops.aten.neg.default, (x,))
+    second = graph.call_function(torch.ops.aten.neg.default, (first,))
+    graph.output(second)
+    with pytest.raises(RuntimeError, match="neg_default: must come before itself"):
+        stable_sort(graph, {first: second})

@@ -136,7 +136,9 @@ def expect_sound(model: Uneven) -> None:
     """Each pair is one: the leaf over the parameter's memory, main_grad of its shape, the groups complete."""
     for name, param in model.named_parameters():
         leaf = param.leaf
-        expect(f"{name}: a placed parameter", isinstance(param, ShardedParameter) and isinstance(param, nn.Parameter), True)
+        expect(
+            f"{name}: a placed parameter", isinstance(param, ShardedParameter) and isinstance(param, nn.Parameter), True
+        )
         expect(f"{name}: one memory", leaf.data_ptr(), param._local_tensor.data_ptr())
         expect(f"{name}: back to it", leaf.registered is param, True)
         expect(f"{name}: main_grad", (leaf.main_grad.shape, leaf.main_grad.dtype), (leaf.shape, FP32))

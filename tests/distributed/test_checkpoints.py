@@ -77,7 +77,11 @@ def load_and_save(rank: int, shape: tuple[int, ...], source: str, target: str, h
     dcp.load({"model": values, "optimizer": states}, checkpoint_id=source)
     set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
     for name, param in model.named_parameters():
-        expect(f"{name}: exp_avg lies as the parameter does", optimizer.state[param]["exp_avg"].placements, param.placements)
+        expect(
+            f"{name}: exp_avg lies as the parameter does",
+            optimizer.state[param]["exp_avg"].placements,
+            param.placements,
+        )
         expect(f"{name}: the leaf holds it", torch.equal(param.leaf, param.to_local()), True)
     save(model, optimizer, target, how)
     result = whole_values(model), whole_states(model, optimizer)
@@ -133,7 +137,11 @@ def loaded(rank: int, shape: tuple[int, ...], given: str, assign: bool) -> None:
         result = model.load_state_dict(state, assign=assign)
     expect("keys", (result.missing_keys, result.unexpected_keys), ([], []))
     expect("collectives", seen, [])
-    expect("the parameters stay the optimizer's", [a is b for a, b in zip(params, model.parameters(), strict=True)], [True] * len(params))
+    expect(
+        "the parameters stay the optimizer's",
+        [a is b for a, b in zip(params, model.parameters(), strict=True)],
+        [True] * len(params),
+    )
     expect("in their memory", [p.leaf.data_ptr() for p in model.parameters()], addresses)
     expect_equal("values", whole_values(model), full)
     expect("computed with", torch.equal(step(*rows(rank)), source(*rows(rank))), True)
@@ -206,9 +214,7 @@ def full_state_dict(rank: int) -> Any:
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    set_model_state_dict(
-        model, values, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    )
+    set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     expect_equal("set again", whole_values(model), want)
 
 

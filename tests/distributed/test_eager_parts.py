@@ -220,9 +220,10 @@ def test_loop_over_hit_experts():
     run_ranks(looped, 2, [[0, 1, 1, 3, 3, 0, 0, 1], [3, 3, 1, 1, 0, 0, 0, 0]])
 
 
-@pytest.mark.xfail(reason="each use of a weight in eager is a gather and a reduction of its own, so ranks that hit other "
-                   "experts issue other collectives, and hang")  # fmt: skip
+@pytest.mark.xfail(
+    reason="each use in eager is a gather and a reduction of its own, so ranks that hit other experts would hang"
+)
 def test_loop_issues_the_same_collectives_whatever_the_tokens():
     """Three experts hit, or one. (On one rank each they would wait for each other for ever.)"""
-    three, one = ([run_ranks(looped, 2, [choice] * 2)[0] for choice in ([0, 1, 1, 3, 3, 0, 0, 1], [2] * 8)])
+    three, one = [run_ranks(looped, 2, [choice] * 2)[0] for choice in ([0, 1, 1, 3, 3, 0, 0, 1], [2] * 8)]
     assert three == one

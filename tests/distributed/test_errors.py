@@ -10,6 +10,7 @@ from dist_helpers import BF16, FP32, close_main_grad, expect, reduced, shard_mat
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 import gtp_compile
 from gtp_compile import GroupedLinear
@@ -86,6 +87,37 @@ def test_errors_with_and_without_retyping(world):
     for row in coarse["groups"]:
         assert (row["gemm_dtype"], row["wire_dtype"], row["main_grad_dtype"]) == ("bfloat16", "bfloat16", "float32")
         assert row["error"] > 1e-3, row
+
+
+def variant(rank: int, kind: str) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = Moe()
+    if kind == "frozen":
+        for name in ("up.weight", "discrete.weight0", "discrete.bias1"):
+            model.get_parameter(name).requires_grad_(False)
+    sharded(model, shard_fn=place, reduce_op="sum" if kind == "sum" else "avg")
+    if kind == "main_grad_bf16":
+        for param in model.parameters():
+            param.main_grad = param.main_grad.to(BF16)
+    look = gtp_compile.verify(model, loss, options={"inner": "eager"})
+    if kind == "checkpointed":
+        forward = model.forward
+        model.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False)
+    return look(*inputs(rank)).to_dict()
+
+
+@pytest.mark.parametrize("kind", ["sum", "frozen", "main_grad_bf16", "checkpointed"])
+def test_errors_of_variants(kind):
+    table = run_ranks(variant, 2, kind)[0]
+    rows = {r["leader"]: r for r in table["groups"] + table["others"]}
+    assert set(rows) == {*GEMMS, *OTHERS}
+    for name, row in rows.items():
+        if kind == "frozen" and name == "up.weight":
+            assert (row["kind"], row["error"], row["wire_bytes"]) == ("eager", None, 0)
+            assert row["reason"] == "frozen: no gradient, no collective"
+        else:
+            assert row["matched"], row
+            assert row["error"] <= (2.0**-6 if kind == "main_grad_bf16" else 1e-6), row
 
 
 def exact(rank: int) -> float:

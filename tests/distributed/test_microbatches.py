@@ -193,7 +193,7 @@ def test_noncontiguous_grad_output():
 
 
 def grad_of_grad(rank: int) -> str:
-    model, _, step = start()
+    _, _, step = start()
     x = rows(rank, 0).requires_grad_()
     try:
         (dx,) = torch.autograd.grad(loss(step(x)), x, create_graph=True)

@@ -47,7 +47,9 @@ def copied(rank: int, how: str) -> None:
     expect_equal("values", whole_values(other), whole_values(model))
     for name, param in other.named_parameters():
         mine = model.get_parameter(name)
-        expect(f"{name}: memory of its own", param.leaf.data_ptr() != mine.leaf.data_ptr() or not param.leaf.numel(), True)
+        expect(
+            f"{name}: memory of its own", param.leaf.data_ptr() != mine.leaf.data_ptr() or not param.leaf.numel(), True
+        )
         # A file holds no gradients, as for any parameter.
         kept = mine.main_grad if how == "deepcopy" else torch.zeros_like(mine.main_grad)
         expect(f"{name}: main_grad", torch.equal(param.main_grad, kept), True)
@@ -75,7 +77,9 @@ def copied_with_grad(rank: int) -> None:
     other = copy.deepcopy(model)
     for name, param in other.named_parameters():
         expect(f"{name}: over main_grad", param.grad._local_tensor.data_ptr(), param.main_grad.data_ptr())
-        expect(f"{name}: values", torch.equal(whole(param, param.grad), whole(param, model.get_parameter(name).grad)), True)
+        expect(
+            f"{name}: values", torch.equal(whole(param, param.grad), whole(param, model.get_parameter(name).grad)), True
+        )
     for m in (model, other):
         loss(m(*rows(rank))).backward()
     for name, param in other.named_parameters():
@@ -122,7 +126,11 @@ def data_attribute(rank: int) -> list[str]:
     expect("one memory, all along", (param.leaf.data_ptr(), param._local_tensor.data_ptr()), (address, address))
     flat = torch.arange(float(sum(p.numel() for p in model.parameters())))
     nn.utils.vector_to_parameters(flat, model.parameters())
-    expect("vector_to_parameters", torch.equal(torch.cat([p.full_tensor().flatten() for p in model.parameters()]), flat), True)
+    expect(
+        "vector_to_parameters",
+        torch.equal(torch.cat([p.full_tensor().flatten() for p in model.parameters()]), flat),
+        True,
+    )
 
     def assign(value: Tensor) -> None:
         param.data = value
@@ -146,7 +154,13 @@ def moved(rank: int) -> list[str]:
     before = whole_values(model)
     held = list(model.parameters())
     addresses = [p.leaf.data_ptr() for p in held]
-    for move in (lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.float(), lambda m: m.to(FP32), lambda m: m.eval().train()):
+    for move in (
+        lambda m: m.to("cpu"),
+        lambda m: m.cpu(),
+        lambda m: m.float(),
+        lambda m: m.to(FP32),
+        lambda m: m.eval().train(),
+    ):
         expect("returns the model", move(model) is model, True)
     expect("nothing moved", [p.leaf.data_ptr() for p in model.parameters()], addresses)
     told = [

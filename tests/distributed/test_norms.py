@@ -6,16 +6,23 @@ import pytest
 import torch
 from dist_helpers import close, compiled, expect
 from ranks import run_ranks
+from test_meshes import other_axes, over_first
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
-from test_meshes import other_axes, over_first
 from uneven import along_out, loss, message, rows, start
 
 from gtp_compile.parameters import like
 
 PLACES = {"last": along_out, "first": over_first, "other_axes": other_axes}
-MESHES = [((4,), "last"), ((2, 2), "last"), ((2, 2), "first"), ((2, 2), "other_axes"), ((1, 4), "other_axes"), ((2, 1, 2), "last")]
+MESHES = [
+    ((4,), "last"),
+    ((2, 2), "last"),
+    ((2, 2), "first"),
+    ((2, 2), "other_axes"),
+    ((1, 4), "other_axes"),
+    ((2, 1, 2), "last"),
+]
 
 
 def number(norm: Tensor) -> float:
@@ -41,14 +48,25 @@ def all_ones(rank: int, shape: tuple[int, ...], place: str) -> None:
     filled_up = [p for n, p in model.named_parameters() if n.startswith(("wide", "experts"))]
     expect("infinity norm", number(clip_grad_norm_(filled_up, 1e9, norm_type=float("inf"))), 1.0)
     expect("1-norm", number(clip_grad_norm_(model.parameters(), 1e9, norm_type=1)), float(distinct))
-    expect("get_total_norm", round(number(get_total_norm([p.grad for p in model.parameters()])) ** 2, 2), float(distinct))
+    expect(
+        "get_total_norm", round(number(get_total_norm([p.grad for p in model.parameters()])) ** 2, 2), float(distinct)
+    )
     clip_grad_norm_(model.parameters(), 0.5)
     for param in model.parameters():
         expect(f"{param.leaf.fqn}: in main_grad", torch.equal(param.main_grad, param.grad._local_tensor), True)
         if param.main_grad.numel():
-            close(f"{param.leaf.fqn}: clipped", param.main_grad, torch.full_like(param.main_grad, 0.5 / distinct**0.5), 1e-5)
+            close(
+                f"{param.leaf.fqn}: clipped",
+                param.main_grad,
+                torch.full_like(param.main_grad, 0.5 / distinct**0.5),
+                1e-5,
+            )
     clip_grad_value_(model.parameters(), 1e-3)
-    expect("clipped by value", max(p.main_grad.max().item() for p in model.parameters() if p.main_grad.numel()) <= 1.001e-3, True)
+    expect(
+        "clipped by value",
+        max(p.main_grad.max().item() for p in model.parameters() if p.main_grad.numel()) <= 1.001e-3,
+        True,
+    )
 
 
 @pytest.mark.parametrize(("shape", "place"), MESHES, ids=str)

@@ -81,7 +81,7 @@ def test_adamw_and_clip_grad_norm_equal_the_unsharded_twin(kwargs):
 
 
 def hooked(rank: int) -> None:
-    model, twin, step = start()
+    model, _, step = start()
     fired: list[tuple[str, Tensor]] = []
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(lambda p, name=name: fired.append((name, p.main_grad.clone())))
@@ -133,7 +133,8 @@ def checkpointed(rank: int) -> None:
     saved = model.state_dict()
     expect("keys", list(saved), list(want))
     for name, value in saved.items():
-        expect(f"{name}: is a DTensor of the global shape", (isinstance(value, DTensor), value.shape), (True, want[name].shape))
+        expect(f"{name}: is a DTensor", isinstance(value, DTensor), True)
+        expect(f"{name}: its global shape", value.shape, want[name].shape)
         expect(f"{name}: its values", torch.equal(value.full_tensor(), want[name]), True)
     saved = {n: v.clone() for n, v in saved.items()}
     step = compiled(model)

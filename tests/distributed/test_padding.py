@@ -307,7 +307,13 @@ def test_verify_and_explain(world):
             size = SIZES[leader]
             assert row["matched"] and row["wire_dtype"] == "float32"
             assert "Mod(-N, W)" in row["wire_formula"]
-            others = {"wide.weight": 16, "few.weight": 13, "one.weight": 5, "experts.weight0": 3 * 16, "stacked.weight": 3 * 16}
+            others = {
+                "wide.weight": 16,
+                "few.weight": 13,
+                "one.weight": 5,
+                "experts.weight0": 3 * 16,
+                "stacked.weight": 3 * 16,
+            }
             padded = -(-size // world) * world
             assert row["wire_bytes"] == 4 * padded * others[leader] * (world - 1) // world
             assert row["error"] is None or row["error"] < 1e-6

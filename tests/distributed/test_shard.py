@@ -171,8 +171,8 @@ REFUSALS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         lambda mesh: nn.LSTM(8, 8),
         {},
         ValueError,
-        "weight_ih_l0: LSTM keeps its weights in a list of its own, which gtp_compile can't follow; let shard_fn return "
-        "None for it and reduce its gradients with DistributedDataParallel",
+        "weight_ih_l0: LSTM keeps its weights in a list of its own, which gtp_compile can't follow; let shard_fn "
+        "return None for it and reduce its gradients with DistributedDataParallel",
     ),
     "foreign_dtensor": (
         lambda mesh: dtensor_linear(mesh),
@@ -277,3 +277,9 @@ def test_a_sharded_model_is_still_itself(mesh):
     assert type(model.dense) is type(other.dense), "one class for equal modules, so that they share graphs"
     assert isinstance(model.dense.weight, nn.Parameter)
     assert isinstance(model.dense.weight.leaf, gtp_compile.DistributedWeight)
+
+
+def test_a_tensor_hook_would_never_fire(mesh):
+    model = gtp_compile.shard(nn.Linear(8, 8), mesh)
+    with pytest.raises(NotImplementedError, match=r"^weight: .*use register_post_accumulate_grad_hook"):
+        model.weight.register_hook(print)

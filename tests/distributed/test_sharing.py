@@ -1,7 +1,7 @@
 """Equal layers share one compilation and stay themselves; two models in one process do not meet."""
 
-import functools
 from typing import Any
+from unittest import mock
 
 import torch
 from dist_helpers import BF16, FP32, close_main_grad, double_leaf, expect, linear64, reduced, reductions, sharded, spy
@@ -9,32 +9,30 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-import gtp_compile.backend
-from gtp_compile.backend import gtp
+from gtp_compile.backend import _InnerCompile, gtp
 
 
 class Counter:
-    """The backend, with what it is called for: Dynamo graphs, and forward and backward graphs handed to the compiler."""
+    """The backend, and how often it is called: with Dynamo's graphs, and inside with forward and backward graphs."""
 
     def __init__(self) -> None:
         self.captured = self.forwards = self.backwards = 0
 
     def __call__(self, gm: Any, example_inputs: Any) -> Any:
         self.captured += 1
-        original = gtp_compile.backend._InnerCompile.__call__
+        count = self.count
 
-        @functools.wraps(original)
-        def counted(inner: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
-            self.backwards += bool(kwargs.get("is_backward"))
-            self.forwards += not kwargs.get("is_backward")
-            return original(inner, graph, *args, **kwargs)
+        class Counted(_InnerCompile):
+            def __call__(self, gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+                count(kwargs.get("is_backward", False))
+                return super().__call__(gm, example_inputs, **kwargs)
 
-        # Backward is compiled when it first runs, so the patch stays; each counter has its own chain of calls.
-        gtp_compile.backend._InnerCompile = type("Counted", (gtp_compile.backend._InnerCompile,), {"__call__": counted})
-        try:
+        with mock.patch("gtp_compile.backend._InnerCompile", Counted):
             return gtp(gm, example_inputs, options={"inner": "eager"})
-        finally:
-            gtp_compile.backend._InnerCompile = gtp_compile.backend._InnerCompile.__mro__[1]
+
+    def count(self, is_backward: bool) -> None:
+        self.backwards += is_backward
+        self.forwards += not is_backward
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -124,7 +122,8 @@ def different_layers(rank: int) -> tuple[int, int, int]:
             close_main_grad(block.up.weight, reduced(up.grad, op))
     found = [(c.kind, c.dtype) for c in reductions(seen)]
     scatter = [("reduce_scatter", FP32)] * 2
-    expect("reductions, last layer first", found, [("all_reduce", FP32)] * 2 + scatter + [("reduce_scatter", BF16)] * 2 + scatter)
+    want = [("all_reduce", FP32)] * 2 + scatter + [("reduce_scatter", BF16)] * 2 + scatter
+    expect("reductions, last layer first", found, want)
     return counter.counts
 
 

@@ -85,9 +85,7 @@ class Table(nn.Module):
         return (self.absent if unit.main_grad == "absent" else self.attached)[unit.name]
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        return [
-            self.unit(u)(x) if u.layout == "bare" else self.unit(u)(x, SPLITS[u.experts]) for u in UNITS
-        ]
+        return [self.unit(u)(x) if u.layout == "bare" else self.unit(u)(x, SPLITS[u.experts]) for u in UNITS]
 
 
 def place(fqn: str, module: nn.Module, param: nn.Parameter) -> Shard | None:
@@ -206,7 +204,8 @@ def check(unit: Unit, compute: torch.dtype, shard: torch.dtype, got: dict[str, A
         assert member["placed"] == placed
         assert member["main_grad_dtype"] == attached
         if placed:
-            kind = "DTensor of its own" if attached is None else "DTensor over main_grad" if attached == shard else "None"
+            kinds = {None: "DTensor of its own", shard: "DTensor over main_grad"}
+            kind = kinds.get(attached, "None")
             assert member["grad"] == kind
             assert member["grad_dtype"] == (None if kind == "None" else shard)
             assert member["main_grad_changed"] == (None if attached is None else SPLITS[unit.experts][i] > 0)

@@ -27,7 +27,9 @@ def described(name: str, *, without: tuple[str, ...] = (), **kwargs) -> tuple[to
 
 def info(**changes) -> GroupInfo:
     """A group whose every hop is in float32."""
-    base = GroupInfo((1,), Layout(("0",), (WORLD,), 0, OUT, "avg"), "gemm", "", F32, F32, F32, F32, F32, F32, (OUT, IN), 2)
+    base = GroupInfo(
+        (1,), Layout(("0",), (WORLD,), 0, OUT, "avg"), "gemm", "", F32, F32, F32, F32, F32, F32, (OUT, IN), 2
+    )
     return replace(base, **changes)
 
 

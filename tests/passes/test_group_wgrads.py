@@ -22,16 +22,16 @@ from tiny_models import (
 from wgrad_forms import mm, operands
 
 from gtp_compile.passes.anchors import Finalize
-from gtp_compile.passes.base import note_of
+from gtp_compile.passes.describe import describe_groups
 from gtp_compile.testing import compare_numerics
 
 aten = torch.ops.aten
 gtp = torch.ops.gtp
 
 
-def notes(graph) -> list[tuple[int, tuple[int, ...]]]:
-    found = [note_of(a.node) for a in Finalize.find(graph.module.graph)]
-    return [(n.group, n.inputs) for n in found]
+def inputs(graph) -> list[tuple[int, ...]]:
+    """For each weight group, the positions of its shards among the graph's inputs."""
+    return [g.inputs for g in describe_groups(graph.module.graph)]
 
 
 # Rewrites.
@@ -98,18 +98,17 @@ def test_three_uses_in_any_nesting_of_their_sum(nested):
     assert compare_numerics(before, graph)[0] < 1e-2
 
 
-def test_anchors_are_numbered_in_weight_order():
+def test_anchors_keep_the_order_of_backward():
     graph = joint("dense_bias")
     graph.run("group_wgrads")
-    assert notes(graph) == [(1, (3,)), (0, (1,))]  # backward meets the bias first; inputs: x, weight, mg, bias, mg
+    assert inputs(graph) == [(3,), (1,)]  # backward meets the bias first; inputs: x, weight, mg, bias, mg
 
 
-def test_the_members_of_a_group_are_noted_leader_first():
+def test_the_members_of_a_group_stand_leader_first():
     graph = joint("grouped")
     graph.run("group_wgrads")
-    by_group = dict(notes(graph))
-    assert [len(inputs) for _, inputs in sorted(by_group.items())] == [3, 3]  # weights, biases
-    assert all(inputs == tuple(sorted(inputs)) for inputs in by_group.values())
+    assert [len(members) for members in inputs(graph)] == [3, 3]  # biases, weights
+    assert all(members == tuple(sorted(members)) for members in inputs(graph))
 
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"twice", "thrice", "tied"}))

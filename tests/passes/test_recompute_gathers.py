@@ -3,11 +3,15 @@
 import pytest
 import torch
 from tiny_models import IN, OUT, behind, nodes, ops, partitioned
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointPolicy
 
+import gtp_compile
 from gtp_compile.passes.base import NOTE
 from gtp_compile.passes.insert_collectives import GatherNote
-from gtp_compile.testing import compare_numerics
+from gtp_compile.session import Session
+from gtp_compile.testing import compare_numerics, fake_mesh
+from gtp_compile.watched import run_watched
 
 c10d = torch.ops._c10d_functional
 BEFORE = ("group_wgrads", "retype_wgrads", "fuse_wgrads", "insert_collectives")
@@ -66,10 +70,11 @@ def test_without_it_gathered_weights_are_saved():
 # Refuses.
 
 
-def test_what_depends_on_anything_else_is_left_to_the_partitioner():
+def test_what_meets_an_activation_is_never_recomputed():
+    """Its recomputation would bring a gather into backward, or not, by the sizes of a rank's batch."""
     graph = behind("dense_bias", *BEFORE, "recompute_gathers")
     (addmm,) = nodes(graph, torch.ops.aten.addmm.default)
-    assert "recompute" not in addmm.meta
+    assert addmm.meta["recompute"] is CheckpointPolicy.MUST_SAVE
     inputs = graph.module.graph.find_nodes(op="placeholder")
     assert not any(is_tagged(n) for n in inputs)
 
@@ -113,3 +118,30 @@ def test_a_second_run_changes_nothing(name):
     before = {n.name: (n.meta.get("recompute"), n.meta.get("ac_graph_id")) for n in graph.module.graph.nodes}
     graph.run("recompute_gathers")
     assert before == {n.name: (n.meta.get("recompute"), n.meta.get("ac_graph_id")) for n in graph.module.graph.nodes}
+
+
+class PointwiseUse(torch.nn.Module):
+    """A sharded weight that is added: cheap to recompute, so that the partitioner would weigh sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(IN, OUT, bias=False)
+        self.bias = torch.nn.Parameter(torch.randn(OUT))
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(self.linear(x) + self.bias)
+
+
+def test_backward_gathers_the_same_whatever_the_tokens():
+    counts = set()
+    for rows in (0, 1, 8, 1000):
+        session = Session(dry=True)
+        with fake_mesh(2) as mesh:
+            model = gtp_compile.shard(PointwiseUse(), mesh, shard_fn=lambda *_: Shard(0))
+            run_watched(model, session, {"inner": "eager"}, (torch.randn(rows, IN),), {})
+        (graph,) = session.graphs
+        backward = graph.log.runs[-1].after
+        counts.add(
+            (backward.count("all_gather_into_tensor.default("), backward.count("reduce_scatter_tensor.default("))
+        )
+    assert len(counts) == 1, counts

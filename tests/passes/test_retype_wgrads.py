@@ -286,6 +286,7 @@ def test_reductions_are_summed_in_float32(name):
     assert max(anchor_errors(graph)) <= 1e-6
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="Inductor of torch 2.11 leaves the bmm: it is widened, and said")
 def test_the_gradient_of_each_row_is_scattered_unrounded():
     """Inductor writes a batched GEMM over one row as a float32 product; its rounding to bf16 goes."""
     graph = run(joint("picked"), "group_wgrads", "retype_wgrads")
