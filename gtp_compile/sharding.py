@@ -93,7 +93,7 @@ def shard(
         TypeError: an argument of the wrong type.
     """
     _check_arguments(mesh, param_dtype, main_grad_dtype, reduce_op, src_data_rank)
-    if dist.get_backend(mesh.get_group()) == "fake":
+    if dist.get_backend(mesh.get_group(0)) == "fake":
         src_data_rank = None  # nothing travels on a fake mesh: what would arrive is memory as it was
     places = list(_places(model))
     placements = [_placement(p, shard_fn or shard_experts, mesh) for p in places]

@@ -123,7 +123,7 @@ class Warned(logging.Handler):
 
 
 def whole_values(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+    return {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}
 
 
 def expect_equal(what: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

@@ -62,7 +62,6 @@ def test_everybody_gets_the_source_ranks_values(src):
 def unequal(rank: int) -> str:
     torch.manual_seed(0)
     model = Buffers()
-    bias = model.linear.bias.detach().clone()
     with torch.no_grad():
         model.linear.bias += rank
     with pytest.raises(ValueError) as caught:
