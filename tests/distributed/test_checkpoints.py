@@ -203,7 +203,7 @@ def test_no_prefixes_in_keys():
 
 def full_state_dict(rank: int) -> Any:
     """torch's own way to one file with everything, and back."""
-    model, optimizer = trained_model(rank, (4,))
+    model, _ = trained_model(rank, (4,))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     # A replicated DTensor on CPU is its own whole tensor.
     values = {n: v.clone() for n, v in get_model_state_dict(model, options=options).items()}

@@ -182,8 +182,8 @@ def test_moves_keep_the_pair_together_and_casts_are_refused():
     for told in run_ranks(moved, WORLD):
         for text, dtype in zip(told, ("float16", "bfloat16", "float64"), strict=True):
             assert text == (
-                "wide.weight: its shard is torch.float32, and stays so (it is what the optimizer trains); to compute in "
-                f"torch.{dtype}, give it to gtp_compile.shard as param_dtype, or convert the model before"
+                "wide.weight: its shard is torch.float32, and stays so (it is what the optimizer trains); to compute "  # noqa: E501
+                f"in torch.{dtype}, give it to gtp_compile.shard as param_dtype, or convert the model before"
             )
 
 
@@ -272,7 +272,7 @@ def test_requires_grad_off_and_on():
 
 
 def hooked(rank: int, shape: tuple[int, ...]) -> None:
-    """Users' hooks fire once a backward, after main_grad is final; removed ones don't; they survive a deepcopy's peer."""
+    """Users' hooks fire once a backward, after main_grad is final; removed ones don't."""  # noqa: E501
     model, twin = start(shape)
     fired: list[tuple[str, Tensor]] = []
     handles = [
