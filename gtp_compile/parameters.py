@@ -8,7 +8,7 @@
                                                 over its memory where the dtypes agree
 
 A compiled backward adds to `main_grad` in place and returns no gradient. Everything else that reaches the leaf comes
-through `_collect`, its post-accumulate hook.
+through `collect`, its post-accumulate hook.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from gtp_compile._compat import mark_static
+from gtp_compile.accumulation import alias, collect, deliver, like, local_of, prepare_accumulation
 from gtp_compile.meeting import Meeting
 from gtp_compile.passes.anchors import materialize
 from gtp_compile.passes.collective_ops import Layout, emit_reduce, emit_stack
@@ -38,6 +39,7 @@ __all__ = [
     "ComputeLeaf",
     "ShardedParameter",
     "check_main_grad_dtype",
+    "like",
     "local_of",
     "materialize_leaves",
     "pair",
@@ -97,7 +99,8 @@ class ComputeLeaf(nn.Parameter):
             self.meeting.wait(self.fqn)
         for module_ref, name in self.holders:
             module = module_ref()
-            if module is not None and module._parameters.get(name) is not self._registered():
+            held: Any = None if module is None else module._parameters.get(name)
+            if module is not None and held is not self._registered():
                 raise RuntimeError(
                     f"{self.fqn}: another tensor stands in its place (functional_call?), but a sharded weight is "
                     "gathered from its own shard; write the values into the parameter instead"
@@ -130,7 +133,7 @@ class ComputeLeaf(nn.Parameter):
         with torch.no_grad():
             reduced = emit_reduce(RunEmit(), grad, leaves, self.mesh_layout, dtype)
             for leaf, part in zip(leaves, reduced, strict=True):
-                _deliver(leaf, part)
+                deliver(leaf, part)
 
     def grad_buffer(self) -> Tensor:
         """Scratch of the full weight's shape, in the dtype that the reduction uses."""
@@ -173,7 +176,7 @@ class ShardedParameter(WholeValues):
         torch._C.TensorBase.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
         self.leaf.requires_grad = value
         if value and not self.leaf._post_accumulate_grad_hooks:  # a hook needs a leaf that requires grad
-            self.leaf.register_post_accumulate_grad_hook(_collect)
+            self.leaf.register_post_accumulate_grad_hook(collect)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
         self.requires_grad = requires_grad
@@ -276,7 +279,7 @@ def _another(param: ShardedParameter, local: Tensor) -> ShardedParameter:
         if dropped:
             new.main_grad.zero_()
         if aliased and grad is not None and local_of(grad).data_ptr() == leaf.main_grad.data_ptr():
-            _alias(new.leaf, new.main_grad)
+            alias(new.leaf, new.main_grad)
             grad = None
     if grad is not None:
         new.grad = like(new, copied(local_of(grad)))
@@ -349,77 +352,3 @@ def materialize_leaves(leaves: tuple[ComputeLeaf, ...]) -> Tensor:
     main_grads = [getattr(leaf, "main_grad", None) if leaf.requires_grad else None for leaf in leaves]
     grad_dtype = weight_grad_dtype(leader, leader.param_dtype)
     return materialize(leaves, main_grads, leader.mesh_layout, leader.param_dtype, grad_dtype)
-
-
-def prepare_accumulation(leaf: ComputeLeaf) -> None:
-    """Bring `.grad` and `main_grad` of a weight in step, before something is added to main_grad.
-
-    Where the dtypes allow, `.grad` is a DTensor over main_grad's memory. So `zero_grad(set_to_none=True)`, which drops
-    `.grad`, means "start from zero"; a `.grad` that the user put in its place counts; and so does a main_grad that was
-    replaced since.
-    """
-    main_grad, param = leaf.main_grad, leaf.registered
-    if main_grad is None:
-        return
-    if main_grad.dtype != param.dtype:
-        if leaf._aliased is not None:  # an optimizer would go on reading the one before
-            param.grad, leaf._aliased = None, None
-        return
-    if leaf._aliased is not main_grad:
-        known = [t.data_ptr() for t in (leaf._aliased, main_grad) if t is not None]
-        if param.grad is not None and local_of(param.grad).data_ptr() not in known:
-            main_grad.add_(local_of(param.grad))  # it came to the parameter itself, past the graphs
-        _alias(leaf, main_grad)
-    elif param.grad is None:
-        main_grad.zero_()
-        _alias(leaf, main_grad)
-    elif local_of(param.grad).data_ptr() != main_grad.data_ptr():
-        main_grad.copy_(local_of(param.grad))
-        _alias(leaf, main_grad)
-
-
-def _alias(leaf: ComputeLeaf, main_grad: Tensor) -> None:
-    param = leaf.registered
-    param.grad = like(param, main_grad)
-    leaf._aliased = main_grad
-
-
-def local_of(t: Tensor) -> Tensor:
-    """This rank's part of a DTensor, as the DTensor holds it (`to_local` would hand out another object)."""
-    part = getattr(t, "_local_tensor", t)
-    assert isinstance(part, Tensor)
-    return part
-
-
-def like(param: ShardedParameter, local: Tensor) -> DTensor:
-    """`local` as a DTensor placed as `param` is, over the same memory."""
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-
-
-def _collect(leaf: ComputeLeaf) -> None:
-    """Post-accumulate hook of a leaf: take what arrived outside a compiled graph, then run the user's hooks.
-
-    What arrives was reduced by `gtp::finalize`. After a compiled backward nothing arrives (`grad` is None).
-    """
-    if leaf.grad is not None:
-        grad, leaf.grad = leaf.grad, None
-        leaf.eager_uses += 1
-        _deliver(leaf, grad)
-    param = leaf.registered
-    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-        hook(param)
-
-
-@torch.no_grad()
-def _deliver(leaf: ComputeLeaf, reduced: Tensor) -> None:
-    """Add a reduced gradient of the local shape to main_grad, or to `.grad` where there is no main_grad."""
-    param = leaf.registered
-    if leaf.main_grad is not None:
-        prepare_accumulation(leaf)
-        leaf.main_grad.add_(reduced)
-    elif param.grad is None:
-        param.grad = like(param, reduced.to(param.dtype))
-    else:
-        local_of(param.grad).add_(reduced)

@@ -98,7 +98,7 @@ def _reduce(self: Any, protocol: Any) -> Any:
 
 
 def _rebuilt(original: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    cls = _sharded_class(original, names)
+    cls = _sharded_class(original, names)  # type: ignore[arg-type]
     return cls.__new__(cls)
 
 

@@ -128,8 +128,8 @@ def shard(
     # DistributedDataParallel around the model leaves ours alone: we reduce them.
     names = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *_placed_names(model)]
     model._ddp_params_and_buffers_to_ignore = list(dict.fromkeys(names))  # type: ignore[assignment]
-    for param in itertools.islice(made.values(), 1):
-        param.leaf.meeting = Meeting.of(mesh)
+    for first in itertools.islice(made.values(), 1):
+        first.leaf.meeting = Meeting.of(mesh)
     if any(is_narrow(p) for p in made.values()):
         refuse_stock_optimizers()
     return model
@@ -184,7 +184,9 @@ def _placement(place: _Place, shard_fn: ShardFn, mesh: DeviceMesh) -> tuple[Shar
         return None
     if isinstance(param, DTensor):
         raise ValueError(f"{fqn}: is a DTensor of another tool; let shard_fn return None for it, or shard it here only")
-    spread = tuple(wanted) if isinstance(wanted, list | tuple) else (*[Replicate()] * (mesh.ndim - 1), wanted)
+    spread: tuple[Any, ...] = (*[Replicate()] * (mesh.ndim - 1), wanted)
+    if isinstance(wanted, list | tuple):
+        spread = tuple(wanted)
     if not all(isinstance(p, Shard | Replicate) for p in spread):
         raise TypeError(f"{fqn}: shard_fn returns Shard(dim), Replicate(), a sequence of them, or None, got {wanted!r}")
     if len(spread) != mesh.ndim:
@@ -235,7 +237,7 @@ def _layout(param: nn.Parameter, spread: Sequence[Placement], mesh: DeviceMesh, 
 
 def _coordinate(rank: int, mesh: DeviceMesh) -> list[int]:
     """The coordinates in the mesh of its `rank`-th member, in row-major order."""
-    coordinate = []
+    coordinate: list[int] = []
     for axis in reversed(range(mesh.ndim)):
         rank, c = divmod(rank, mesh.size(axis))
         coordinate.insert(0, c)
@@ -307,7 +309,8 @@ def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     """With `src_data_rank=None` the ranks must hold equal values; compare a digest of each tensor."""
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return
-    mine = {name: _digest(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    mine = {name: _digest(t) for name, t in tensors if not isinstance(t, DTensor)}  # another tool's parts differ
     known = {dist.get_rank(): mine}
     for group in mesh.get_all_groups():  # one mesh dim after the other, so that in the end all know all, and all raise
         if group.size() > 1 and dist.get_backend(group) != "fake":

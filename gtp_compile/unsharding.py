@@ -33,7 +33,7 @@ def unsharded(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator
     Raises:
         RuntimeError: behind the block, if a parameter was changed inside it: the change is lost.
     """
-    modules = [(m, type(m), leaves) for m in unwrap(model).modules() if (leaves := leaves_in(m))]
+    modules = [(m, type(m), placed) for m in unwrap(model).modules() if (placed := leaves_in(m))]
     leaves = {id(leaf): leaf for _, _, found in modules for leaf in found.values()}
     registered = {key: leaf.registered for key, leaf in leaves.items()}  # the modules let go of them for a while
     full = {key: _whole(leaf, dtype) for key, leaf in leaves.items()}
@@ -48,7 +48,7 @@ def unsharded(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator
         for module, cls, found in modules:
             module.__class__ = cls
             module.__dict__["_gtp_leaves"] = found
-            module._parameters.update({name: registered[id(leaf)] for name, leaf in found.items()})
+            module._parameters.update({name: registered[id(leaf)] for name, leaf in found.items()})  # type: ignore[misc]
     names = [leaf.fqn for key, leaf in leaves.items() if full[key]._version != versions[key]]
     if names:
         raise RuntimeError(

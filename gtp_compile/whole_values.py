@@ -42,6 +42,14 @@ class WholeValues(DTensor):
             self.leaf.data.copy_(self.leaf.mesh_layout.part(src, self.leaf.shard_rank), non_blocking)
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A plain DTensor, as of `clone()`."""
+        memo[id(self)] = new = self.detach().clone()
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
 
 def _filled(target: WholeValues, fill: Callable[[Tensor], Any]) -> WholeValues:
     full = torch.empty(target.shape, dtype=target.dtype, device=target.leaf.device)

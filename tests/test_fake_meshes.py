@@ -1,4 +1,4 @@
-"""On fake meshes, in one process: `explain` of padded weights on a mesh of two dims, and what the caches are keyed by."""  # noqa: E501
+"""On fake meshes, in one process: `explain` of padded weights on meshes of several dims, and the keys of caches."""
 
 import pytest
 import sympy

@@ -1,4 +1,4 @@
-"""float32 shards computed with in bf16, bf16 shards with float32 main_grad, autocast, fp16 with a scaler."""  # noqa: E501
+"""float32 shards computed with in bf16, bf16 shards with float32 main_grad, autocast, fp16 with a scaler."""
 
 import copy
 from typing import Any

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import BF16, compiled, expect, spy
-from ranks import run_ranks
+from ranks import Pool, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -235,6 +235,38 @@ def optimizer_state(rank: int) -> None:
 
 def test_the_optimizers_own_state_dict():
     run_ranks(optimizer_state, 2)
+
+
+# A whole model in a file, read by other processes.
+
+
+def model_saved(rank: int, shape: tuple[int, ...], folder: str) -> tuple[dict[str, Tensor], Tensor]:
+    model, _ = trained_model(rank, shape)
+    torch.save(model, f"{folder}/{rank}.pt")
+    with torch.no_grad():
+        return whole_values(model), model(*rows(rank))
+
+
+def model_loaded(rank: int, shape: tuple[int, ...], folder: str) -> tuple[dict[str, Tensor], Tensor]:
+    mesh_of(4), mesh_of(2, 2)  # other groups first: names of groups are counted
+    model = torch.load(f"{folder}/{rank}.pt", weights_only=False)
+    with torch.no_grad():
+        y = model(*rows(rank))
+    loss(compiled(model)(*rows(rank))).backward()
+    return whole_values(model), y
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+def test_a_model_in_a_file_is_read_by_other_processes(shape, tmp_path):
+    saved = run_ranks(model_saved, 4, shape, str(tmp_path))
+    others = Pool(4)
+    try:
+        loaded = others.call(model_loaded, (shape, str(tmp_path)), 120.0)
+    finally:
+        others.close()
+    for (values, y), (want, want_y) in zip(loaded, saved, strict=True):
+        assert torch.equal(y, want_y)
+        assert all(torch.equal(values[n], v) for n, v in want.items())
 
 
 # A save that is killed.

@@ -218,7 +218,7 @@ def test_refusals():
     for told in run_ranks(refused, 4):
         assert told == [
             "wide.weight: one placement per mesh dim is expected (2), shard_fn gave 1",
-            "wide.weight: can be sharded over one mesh dim only, shard_fn gave (Shard(dim=0), Shard(dim=0)); flatten "  # noqa: E501
+            "wide.weight: can be sharded over one mesh dim only, shard_fn gave (Shard(dim=0), Shard(dim=0)); flatten "
             "the two dims",
             "wide.weight: shard_fn returns Shard(dim), Replicate(), a sequence of them, or None, got 7",
         ]

@@ -123,6 +123,11 @@ def data_attribute(rank: int) -> list[str]:
     expect("assigned a DTensor", torch.equal(param.full_tensor(), (full + 1) * 2), True)
     param.data.mul_(0.5)
     expect("in place", torch.equal(param.full_tensor(), full + 1), True)
+    buffer = io.BytesIO()
+    torch.save({"copy": copy.deepcopy(param.data), "values": param.data}, buffer)
+    buffer.seek(0)
+    for name, value in torch.load(buffer, weights_only=False).items():
+        expect(f"{name}: kept elsewhere", (type(value), torch.equal(value.full_tensor(), full + 1)), (DTensor, True))
     expect("one memory, all along", (param.leaf.data_ptr(), param._local_tensor.data_ptr()), (address, address))
     flat = torch.arange(float(sum(p.numel() for p in model.parameters())))
     nn.utils.vector_to_parameters(flat, model.parameters())
@@ -182,7 +187,7 @@ def test_moves_keep_the_pair_together_and_casts_are_refused():
     for told in run_ranks(moved, WORLD):
         for text, dtype in zip(told, ("float16", "bfloat16", "float64"), strict=True):
             assert text == (
-                "wide.weight: its shard is torch.float32, and stays so (it is what the optimizer trains); to compute "  # noqa: E501
+                "wide.weight: its shard is torch.float32, and stays so (it is what the optimizer trains); to compute "
                 f"in torch.{dtype}, give it to gtp_compile.shard as param_dtype, or convert the model before"
             )
 
@@ -272,7 +277,7 @@ def test_requires_grad_off_and_on():
 
 
 def hooked(rank: int, shape: tuple[int, ...]) -> None:
-    """Users' hooks fire once a backward, after main_grad is final; removed ones don't."""  # noqa: E501
+    """Users' hooks fire once a backward, after main_grad is final; removed ones don't."""
     model, twin = start(shape)
     fired: list[tuple[str, Tensor]] = []
     handles = [

@@ -108,7 +108,7 @@ def tied(rank: int) -> None:
         compiled(model)(tokens).backward(dy)
     expect("one reduction for both uses", len(reductions(seen)), 1)
     want = dy.double().t() @ weight[tokens].double()
-    want.index_add_(0, tokens, (dy @ weight).double())
+    want.index_add_(0, tokens, dy.double() @ weight.double())  # this GEMM's result goes nowhere else: typed, too
     close_main_grad(model.head.weight, reduced(want, "sum"))
 
 

@@ -166,7 +166,7 @@ def test_evaluation_on_one_rank_is_refused_instead_of_hanging(shape, is_compiled
     told = run_ranks(alone, 2 if shape == (2,) else 4, shape, is_compiled, timeout=60.0)
     assert told[0] == (
         "wide.weight: a forward without gradients needs all ranks of the sharded model, and some did not come in 2 s. "
-        "Call it on every rank; or, to evaluate on one, let all ranks enter `with gtp_compile.unsharded(model)`, "  # noqa: E501
+        "Call it on every rank; or, to evaluate on one, let all ranks enter `with gtp_compile.unsharded(model)`, "
         "inside which each can do what it wants"
     )
 
