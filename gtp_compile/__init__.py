@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from gtp_compile.backend import gtp
     from gtp_compile.explaining import explain
     from gtp_compile.grouped_linear import GroupedLinear
+    from gtp_compile.optim import MainGradOptimizer
     from gtp_compile.sharding import shard
+    from gtp_compile.unsharding import unsharded
     from gtp_compile.verifying import verify
     from gtp_compile.weights import (
         DistributedWeight,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DistributedWeight",
     "GroupedLinear",
+    "MainGradOptimizer",
     "explain",
     "finalize_weight_grads",
     "gtp",
@@ -33,6 +36,7 @@ __all__ = [
     "materialize_weight_for_backward",
     "materialize_weight_for_forward",
     "shard",
+    "unsharded",
     "verify",
     "weight_grad_buffers",
     "weight_grad_dtype",
@@ -41,6 +45,7 @@ __all__ = [
 _HOME = {
     "DistributedWeight": "weights",
     "GroupedLinear": "grouped_linear",
+    "MainGradOptimizer": "optim",
     "explain": "explaining",
     "finalize_weight_grads": "weights",
     "gtp": "backend",
@@ -48,6 +53,7 @@ _HOME = {
     "materialize_weight_for_backward": "weights",
     "materialize_weight_for_forward": "weights",
     "shard": "sharding",
+    "unsharded": "unsharding",
     "verify": "verifying",
     "weight_grad_buffers": "weights",
     "weight_grad_dtype": "weights",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "compile_fx",
     "compile_fx_inner",
     "compile_name",
+    "default_store",
     "fake_store",
     "fresh_compilation",
     "is_first_rank",
@@ -39,6 +40,7 @@ __all__ = [
     "trace_artifact",
     "uncached",
     "will_accumulate",
+    "wrap_init",
 ]
 
 
@@ -80,6 +82,11 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
     return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))  # type: ignore[attr-defined]
 
 
+def default_store() -> Any:
+    """The key-value store that the job's ranks share."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def fake_store() -> Any:
     """The store of a process group whose collectives do nothing; importing it registers the "fake" backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -90,3 +97,8 @@ def fake_store() -> Any:
 def trace_artifact(name: str, text: str) -> None:
     """Add a text to the TORCH_TRACE log (read by tlparse), under the compilation that is running."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+def wrap_init(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a function of `torch.nn.init`."""
+    setattr(torch.nn.init, name, wrap(getattr(torch.nn.init, name)))

@@ -101,6 +101,8 @@ def _with_bookkeeping(compiled: Callable[..., Any], captured: list[CapturedGraph
 
     def run(*args: Any) -> Any:
         leaves = [a for a in args if isinstance(a, ComputeLeaf)]
+        for leaf in leaves:
+            leaf.check_use()
         for graph in captured:
             graph.calls.append(tuple(a.fqn if isinstance(a, ComputeLeaf) else "" for a in args))
             graph.inputs = args if graph.joint is not None else ()

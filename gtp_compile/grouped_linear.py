@@ -88,14 +88,18 @@ class GroupedLinear(nn.Module):
             `[R, out_features]` in x's dtype.
         """
         offs = self._offsets(x, m_splits)
-        y = grouped_linear(x, self._stacked("weight"), offs)
+        weight = self._stacked("weight")
+        if torch.is_autocast_enabled(x.device.type):  # as torch's own linear does it
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+        y = grouped_linear(x, weight, offs)
         if not self.use_bias:
             return y
         rows = torch.arange(x.shape[0], device=x.device, dtype=offs.dtype)
         layer = torch.searchsorted(offs, rows, right=True).clamp(max=self.num_gemms - 1)
         # Selected, not multiplied by a mask: what comes back for rows past the last offset may be NaN.
         owned = (rows < offs[-1]).unsqueeze(-1)
-        return y + torch.where(owned, self._stacked("bias").index_select(0, layer), 0)
+        return y + torch.where(owned, self._stacked("bias").to(y.dtype).index_select(0, layer), 0)
 
     def _offsets(self, x: Tensor, m_splits: Sequence[int] | Tensor) -> Tensor:
         if x.ndim != 2 or x.shape[1] != self.in_features:

@@ -8,24 +8,28 @@
                                                 over its memory where the dtypes agree
 
 A compiled backward adds to `main_grad` in place and returns no gradient. Everything else that reaches the leaf comes
-through `_collect`, its post-accumulate hook.
+through `collect`, its post-accumulate hook.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from gtp_compile._compat import mark_static
+from gtp_compile.accumulation import alias, collect, deliver, like, local_of, prepare_accumulation
+from gtp_compile.meeting import Meeting
 from gtp_compile.passes.anchors import materialize
 from gtp_compile.passes.collective_ops import Layout, emit_reduce, emit_stack
 from gtp_compile.passes.emit import RunEmit
 from gtp_compile.weights import weight_grad_dtype
+from gtp_compile.whole_values import WholeValues
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,10 +39,12 @@ __all__ = [
     "ComputeLeaf",
     "ShardedParameter",
     "check_main_grad_dtype",
+    "like",
     "local_of",
     "materialize_leaves",
     "pair",
     "prepare_accumulation",
+    "renewed",
 ]
 
 
@@ -48,9 +54,13 @@ class ComputeLeaf(nn.Parameter):
     Attributes:
         fqn: qualified name of the registered parameter.
         mesh_layout: where the parts live (`layout` is a tensor attribute).
+        shard_rank: this rank's number in the group that holds the shards (0 where replicated).
         param_dtype: dtype in which the weight is gathered and computed with.
         main_grad: accumulator of the local shape, or None.
         group: the leaves of the weight group, leader first (a group of one but for discrete grouped weights).
+        meeting: on the first weight of a model: where ranks meet before a forward without gradients.
+        holders: the modules that registered the parameter, and under which names.
+        replacement: the pair that a conversion of the module put in this one's place.
         eager_uses: how many gradients arrived outside compiled graphs.
     """
 
@@ -59,12 +69,16 @@ class ComputeLeaf(nn.Parameter):
     fqn: str
     mesh_layout: Layout
     param_dtype: torch.dtype
+    shard_rank: int
     main_grad: Tensor | None
     group: tuple[ComputeLeaf, ...]
     eager_uses: int
     recorder: Any  # called by gtp::record (verify)
     emit: Any  # how collectives run outside compiled graphs (explain)
     rounding_reported: bool
+    replacement: ShardedParameter | None
+    meeting: Meeting | None
+    holders: set[tuple[weakref.ref[nn.Module], str]]
     _registered: weakref.ref[ShardedParameter]
     _aliased: Tensor | None
 
@@ -74,6 +88,23 @@ class ComputeLeaf(nn.Parameter):
         param = self._registered()
         assert param is not None, f"{self.fqn}: the registered parameter is gone, its compute leaf is still used"
         return param
+
+    def check_use(self) -> None:
+        """Refuse a use that would read the wrong tensor, or wait for ranks that are not there.
+
+        Raises:
+            RuntimeError: a module holds another tensor in the parameter's place; or a rank evaluates alone.
+        """
+        if self.meeting is not None and not torch.is_grad_enabled():
+            self.meeting.wait(self.fqn)
+        for module_ref, name in self.holders:
+            module = module_ref()
+            held: Any = None if module is None else module._parameters.get(name)
+            if module is not None and held is not self._registered():
+                raise RuntimeError(
+                    f"{self.fqn}: another tensor stands in its place (functional_call?), but a sharded weight is "
+                    "gathered from its own shard; write the values into the parameter instead"
+                )
 
     # The protocol (weights.DistributedWeight), for code that works with weights instead of graphs.
 
@@ -100,9 +131,9 @@ class ComputeLeaf(nn.Parameter):
         grad = emit_stack(RunEmit(), [g for _, g in wanted])
         dtype = weight_grad_dtype(self, grad.dtype)
         with torch.no_grad():
-            reduced = emit_reduce(RunEmit(), grad, len(leaves), self.mesh_layout, dtype)
+            reduced = emit_reduce(RunEmit(), grad, leaves, self.mesh_layout, dtype)
             for leaf, part in zip(leaves, reduced, strict=True):
-                _deliver(leaf, part)
+                deliver(leaf, part)
 
     def grad_buffer(self) -> Tensor:
         """Scratch of the full weight's shape, in the dtype that the reduction uses."""
@@ -111,15 +142,13 @@ class ComputeLeaf(nn.Parameter):
         )
 
 
-class ShardedParameter(DTensor):
+class ShardedParameter(WholeValues):
     """A registered parameter: a DTensor that keeps its compute leaf in step.
 
     Made by `pair`, which gives this class to an `nn.Parameter` over a DTensor. Operators on it return plain DTensors.
     """
 
     __slots__ = ()
-
-    leaf: ComputeLeaf
 
     @property
     def main_grad(self) -> Tensor | None:
@@ -147,11 +176,38 @@ class ShardedParameter(DTensor):
         torch._C.TensorBase.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
         self.leaf.requires_grad = value
         if value and not self.leaf._post_accumulate_grad_hooks:  # a hook needs a leaf that requires grad
-            self.leaf.register_post_accumulate_grad_hook(_collect)
+            self.leaf.register_post_accumulate_grad_hook(collect)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
         self.requires_grad = requires_grad
         return self
+
+    @property
+    def data(self) -> WholeValues:  # type: ignore[override]
+        values = torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+        values.__class__, values.leaf = WholeValues, self.leaf
+        return values
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Takes the values, into the memory that the leaf shares."""
+        if value.dtype != self.dtype:
+            raise TypeError(f"{self.leaf.fqn}: values of dtype {self.dtype} expected, got {value.dtype}")
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        if id(self) in memo:
+            return memo[id(self)]
+        memo[id(self)] = new = _another(self, self.leaf.detach().clone())
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        leaf = self.leaf
+        # As for any parameter, gradients aren't saved: the accumulator starts from zero.
+        main_grad = None if leaf.main_grad is None else torch.empty_like(leaf.main_grad, device="meta")
+        facts = (leaf.fqn, leaf.mesh_layout, leaf.param_dtype, self.requires_grad, leaf.meeting is not None)
+        return _unpickled, (self.detach(), facts, main_grad), None
 
     def register_hook(self, hook: Any) -> Any:
         raise NotImplementedError(
@@ -159,20 +215,15 @@ class ShardedParameter(DTensor):
             "hooks; use register_post_accumulate_grad_hook, which fires when main_grad is final"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise NotImplementedError(
-            f"{self.leaf.fqn}: a sharded parameter can't be copied with deepcopy; build the second model, shard it, "
-            "and load the first one's state_dict into it"
-        )
-
 
 def pair(
     local: Tensor,
     mesh: DeviceMesh,
-    placement: Placement,
+    placements: Sequence[Placement],
     *,
     fqn: str,
     layout: Layout,
+    shard_rank: int,
     global_shape: torch.Size,
     requires_grad: bool,
     param_dtype: torch.dtype,
@@ -180,15 +231,15 @@ def pair(
 ) -> ShardedParameter:
     """The registered parameter over `local` (this rank's part, contiguous), with its leaf and main_grad attached."""
     stride = torch.empty(global_shape, device="meta").stride()
-    dtensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=global_shape, stride=stride)
+    dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=global_shape, stride=stride)
     param: Any = nn.Parameter(dtensor, requires_grad=False)
     # A DTensor subclass can't be handed to nn.Parameter: detach() returns a plain DTensor.
     param.__class__ = ShardedParameter
     leaf = torch.Tensor._make_subclass(ComputeLeaf, param.to_local().detach(), False)
-    leaf.fqn, leaf.mesh_layout, leaf.param_dtype = fqn, layout, param_dtype
+    leaf.fqn, leaf.mesh_layout, leaf.shard_rank, leaf.param_dtype = fqn, layout, shard_rank, param_dtype
     leaf.main_grad = None if main_grad_dtype is None else torch.zeros_like(local, dtype=main_grad_dtype)
     leaf.group, leaf.eager_uses, leaf.rounding_reported = (leaf,), 0, False
-    leaf.recorder, leaf.emit = None, None
+    leaf.recorder, leaf.emit, leaf.replacement, leaf.meeting, leaf.holders = None, None, None, None, set()
     leaf._registered, leaf._aliased = weakref.ref(param), None
     _fix_sizes(leaf)
     _fix_sizes(leaf.main_grad)
@@ -197,6 +248,90 @@ def pair(
     # A gradient that is already in main_grad's dtype must not be rounded to the leaf's on its way.
     leaf.grad_dtype = None
     return param
+
+
+def _another(param: ShardedParameter, local: Tensor) -> ShardedParameter:
+    """A pair placed as `param` is, over `local`, with copies of its gradients."""
+    leaf, grad = param.leaf, param.grad
+
+    def copied(t: Tensor) -> Tensor:
+        if t.is_meta or local.is_meta:  # nothing is known of it
+            return torch.zeros_like(t, device=local.device)
+        return torch.empty_like(t, device=local.device).copy_(t)
+
+    new = pair(
+        local,
+        param.device_mesh,
+        param.placements,
+        fqn=leaf.fqn,
+        layout=leaf.mesh_layout,
+        shard_rank=leaf.shard_rank,
+        global_shape=param.shape,
+        requires_grad=param.requires_grad,
+        param_dtype=leaf.param_dtype,
+        main_grad_dtype=None,
+    )
+    new.leaf.meeting = leaf.meeting
+    if leaf.main_grad is not None:
+        aliased = leaf._aliased is leaf.main_grad
+        dropped = aliased and grad is None  # zero_grad: the next step would start from zero
+        new.main_grad = copied(leaf.main_grad)
+        if dropped:
+            new.main_grad.zero_()
+        if aliased and grad is not None and local_of(grad).data_ptr() == leaf.main_grad.data_ptr():
+            alias(new.leaf, new.main_grad)
+            grad = None
+    if grad is not None:
+        new.grad = like(new, copied(local_of(grad)))
+    return new
+
+
+def renewed(param: ShardedParameter, fn: Callable[[Tensor], Tensor]) -> ShardedParameter:
+    """`param` after a conversion of the module that holds it (`Module._apply`): itself, or a pair over other memory.
+
+    Raises:
+        TypeError: the conversion changes the dtype: the shards are the masters of what is trained.
+        ValueError: it goes to another kind of device than the mesh's.
+    """
+    leaf = param.leaf
+    if leaf.replacement is not None:  # tied: another module's conversion came first
+        return leaf.replacement
+    local = fn(leaf.detach())
+    if local.dtype != leaf.dtype:
+        raise TypeError(
+            f"{leaf.fqn}: its shard is {leaf.dtype}, and stays so (it is what the optimizer trains); to compute in "
+            f"{local.dtype}, give it to gtp_compile.shard as param_dtype, or convert the model before"
+        )
+    device = param.device_mesh.device_type
+    if local.device.type not in (device, "meta"):
+        raise ValueError(f"{leaf.fqn}: lives on a mesh of {device} devices, can't move to {local.device}")
+    if local.device == leaf.device and (local.is_meta or local.data_ptr() == leaf.data_ptr()):
+        return param
+    leaf.replacement = _another(param, local.detach().contiguous())
+    return leaf.replacement
+
+
+def _unpickled(dtensor: DTensor, facts: tuple[Any, ...], main_grad: Tensor | None) -> ShardedParameter:
+    fqn, layout, param_dtype, requires_grad, meets = facts
+    mesh = dtensor.device_mesh
+    axes = [a for a, p in enumerate(dtensor.placements) if isinstance(p, Shard)]
+    order = axes + [a for a in range(mesh.ndim) if a not in axes]
+    names = tuple(mesh.get_group(a).group_name for a in order)  # groups have other names in another process
+    new = pair(
+        dtensor.to_local(),
+        mesh,
+        dtensor.placements,
+        fqn=fqn,
+        layout=replace(layout, group_names=names),
+        shard_rank=mesh.get_local_rank(axes[0]) if axes else 0,
+        global_shape=dtensor.shape,
+        requires_grad=requires_grad,
+        param_dtype=param_dtype,
+        main_grad_dtype=None,
+    )
+    new.main_grad = None if main_grad is None else torch.zeros_like(main_grad, device=new.leaf.device)
+    new.leaf.meeting = Meeting.of(mesh) if meets else None
+    return new
 
 
 def check_main_grad_dtype(dtype: torch.dtype, name: str) -> None:
@@ -218,77 +353,3 @@ def materialize_leaves(leaves: tuple[ComputeLeaf, ...]) -> Tensor:
     main_grads = [getattr(leaf, "main_grad", None) if leaf.requires_grad else None for leaf in leaves]
     grad_dtype = weight_grad_dtype(leader, leader.param_dtype)
     return materialize(leaves, main_grads, leader.mesh_layout, leader.param_dtype, grad_dtype)
-
-
-def prepare_accumulation(leaf: ComputeLeaf) -> None:
-    """Bring `.grad` and `main_grad` of a weight in step, before something is added to main_grad.
-
-    Where the dtypes allow, `.grad` is a DTensor over main_grad's memory. So `zero_grad(set_to_none=True)`, which drops
-    `.grad`, means "start from zero"; a `.grad` that the user put in its place counts; and so does a main_grad that was
-    replaced since.
-    """
-    main_grad, param = leaf.main_grad, leaf.registered
-    if main_grad is None:
-        return
-    if main_grad.dtype != param.dtype:
-        if leaf._aliased is not None:  # an optimizer would go on reading the one before
-            param.grad, leaf._aliased = None, None
-        return
-    if leaf._aliased is not main_grad:
-        known = [t.data_ptr() for t in (leaf._aliased, main_grad) if t is not None]
-        if param.grad is not None and local_of(param.grad).data_ptr() not in known:
-            main_grad.add_(local_of(param.grad))  # it came to the parameter itself, past the graphs
-        _alias(leaf, main_grad)
-    elif param.grad is None:
-        main_grad.zero_()
-        _alias(leaf, main_grad)
-    elif local_of(param.grad).data_ptr() != main_grad.data_ptr():
-        main_grad.copy_(local_of(param.grad))
-        _alias(leaf, main_grad)
-
-
-def _alias(leaf: ComputeLeaf, main_grad: Tensor) -> None:
-    param = leaf.registered
-    param.grad = _like(param, main_grad)
-    leaf._aliased = main_grad
-
-
-def local_of(t: Tensor) -> Tensor:
-    """This rank's part of a DTensor, as the DTensor holds it (`to_local` would hand out another object)."""
-    part = getattr(t, "_local_tensor", t)
-    assert isinstance(part, Tensor)
-    return part
-
-
-def _like(param: ShardedParameter, local: Tensor) -> DTensor:
-    """`local` as a DTensor placed as `param` is, over the same memory."""
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-
-
-def _collect(leaf: ComputeLeaf) -> None:
-    """Post-accumulate hook of a leaf: take what arrived outside a compiled graph, then run the user's hooks.
-
-    What arrives was reduced by `gtp::finalize`. After a compiled backward nothing arrives (`grad` is None).
-    """
-    if leaf.grad is not None:
-        grad, leaf.grad = leaf.grad, None
-        leaf.eager_uses += 1
-        _deliver(leaf, grad)
-    param = leaf.registered
-    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-        hook(param)
-
-
-@torch.no_grad()
-def _deliver(leaf: ComputeLeaf, reduced: Tensor) -> None:
-    """Add a reduced gradient of the local shape to main_grad, or to `.grad` where there is no main_grad."""
-    param = leaf.registered
-    if leaf.main_grad is not None:
-        prepare_accumulation(leaf)
-        leaf.main_grad.add_(reduced)
-    elif param.grad is None:
-        param.grad = _like(param, reduced.to(param.dtype))
-    else:
-        local_of(param.grad).add_(reduced)

@@ -92,7 +92,7 @@ def _row(info: GroupInfo, names: list[str]) -> Row:
         wire_dtype=_dtype(info.wire_dtype),
         sum_dtype=_dtype(info.sum_dtype),
         main_grad_dtype=_dtype(info.main_grad_dtype),
-        wire_bytes=value if info.layout.group_size > 1 else 0,
+        wire_bytes=value,
         wire_formula=str(formula),
     )
 
@@ -117,7 +117,8 @@ def _dtype_of(t: torch.Tensor) -> str:
 
 def _layout(layout: Layout) -> str:
     where = f"Shard({layout.dim})" if layout.sharded else "Replicate()"
-    return f"{where} over {layout.group_size} ranks, {layout.reduce_op}"
+    sizes = " x ".join(map(str, layout.group_sizes))
+    return f"{where} over {sizes} ranks, {layout.reduce_op}"
 
 
 def _dtype(dtype: torch.dtype | None) -> str | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import itertools
 import logging
-import sys
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,20 +17,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from gtp_compile.grouped_linear import GroupedLinear
-from gtp_compile.parameters import (
-    ComputeLeaf,
-    ShardedParameter,
-    check_main_grad_dtype,
-    materialize_leaves,
-    pair,
-)
+from gtp_compile.meeting import Meeting
+from gtp_compile.optim import is_narrow, refuse_stock_optimizers
+from gtp_compile.parameters import ComputeLeaf, ShardedParameter, check_main_grad_dtype, pair
 from gtp_compile.passes.collective_ops import REPLICATED, Layout
+from gtp_compile.sharded_module import Tree, leaves_in, take_over
 
 __all__ = ["ShardFn", "leaves_of", "shard", "shard_experts"]
 
 log = logging.getLogger(__name__)
 
-ShardFn = Callable[[str, nn.Module, nn.Parameter], Placement | None]
+ShardFn = Callable[[str, nn.Module, nn.Parameter], Placement | Sequence[Placement] | None]
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
@@ -81,14 +76,16 @@ def shard(
 
     Args:
         model: any module; nobody needs to change it. Its parameters are equal on all ranks, or taken from one.
-        mesh: a one-dimensional device mesh.
-        shard_fn: `(fqn, module, param) -> Shard(dim) | Replicate() | None`; None leaves a parameter plain, so that
-            nothing reduces its gradient. Default: `shard_experts`.
+        mesh: a device mesh. On one of several dims a weight is sharded over one of them and replicated over the others.
+        shard_fn: `(fqn, module, param) -> Shard(dim) | Replicate() | None`, or a sequence of placements, one per mesh
+            dim. A lone `Shard(dim)` means the last mesh dim, as in hybrid-sharded data parallelism. None leaves a
+            parameter plain, so that nothing reduces its gradient. Default: `shard_experts`.
         param_dtype: dtype in which weights are gathered and computed with; None: each parameter's own.
         main_grad_dtype: dtype of the accumulators, hence (the dtype rule) of the weight gradients and of their sum
             over ranks. None attaches none.
         reduce_op: "avg" (a loss averaged over each rank's batch) or "sum" (a loss summed over all tokens).
-        src_data_rank: rank of the mesh whose parameters and buffers everybody gets. None: nothing travels, but a hash
+        src_data_rank: rank (position in the flattened mesh) whose parameters and buffers everybody gets. None:
+            nothing travels, but a hash
             of the values is compared across ranks.
 
     Raises:
@@ -96,7 +93,7 @@ def shard(
         TypeError: an argument of the wrong type.
     """
     _check_arguments(mesh, param_dtype, main_grad_dtype, reduce_op, src_data_rank)
-    if dist.get_backend(mesh.get_group()) == "fake":
+    if dist.get_backend(mesh.get_group(0)) == "fake":
         src_data_rank = None  # nothing travels on a fake mesh: what would arrive is memory as it was
     places = list(_places(model))
     placements = [_placement(p, shard_fn or shard_experts, mesh) for p in places]
@@ -104,17 +101,18 @@ def shard(
     _refuse_overlap(places, placements)
     if src_data_rank is None:
         _check_equal(model, mesh)
-    group = mesh.get_group()
     made: dict[int, ShardedParameter] = {}
-    for place, placement in todo:
-        dim = placement.dim if isinstance(placement, Shard) else REPLICATED
+    for place, spread in todo:
         param = place.param
+        layout = _layout(param, spread, mesh, reduce_op)
+        rank = mesh.get_local_rank(_shard_axis(spread)) if layout.sharded else 0
         made[id(param)] = pair(
-            _local_part(param.detach(), dim, mesh, src_data_rank),
+            _local_part(param.detach(), layout, rank, spread, mesh, src_data_rank),
             mesh,
-            placement,
+            spread,
             fqn=place.fqn,
-            layout=Layout(group.group_name, mesh.size(), dim, reduce_op),
+            layout=layout,
+            shard_rank=rank,
             global_shape=param.shape,
             requires_grad=param.requires_grad,
             param_dtype=param_dtype or param.dtype,
@@ -123,9 +121,17 @@ def shard(
         for module, name in place.holders:
             module._parameters[name] = made[id(param)]  # type: ignore[assignment]
     if src_data_rank is not None:
-        for _, buffer in model.named_buffers():
-            dist.broadcast(buffer, group=group, group_src=src_data_rank)
+        for buffer in (b for b in model.buffers() if not b.is_meta):
+            for axis, source in enumerate(_coordinate(src_data_rank, mesh)):
+                dist.broadcast(buffer, group=mesh.get_group(axis), group_src=source)
     _swap_classes(model)
+    # DistributedDataParallel around the model leaves ours alone: we reduce them.
+    names = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *_placed_names(model)]
+    model._ddp_params_and_buffers_to_ignore = list(dict.fromkeys(names))  # type: ignore[assignment]
+    for first in itertools.islice(made.values(), 1):
+        first.leaf.meeting = Meeting.of(mesh)
+    if any(is_narrow(p) for p in made.values()):
+        refuse_stock_optimizers()
     return model
 
 
@@ -143,8 +149,6 @@ def _check_arguments(
 ) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: a DeviceMesh is expected, got {type(mesh).__name__}; see init_device_mesh")
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh: one dimension is expected, got {mesh.ndim}; pass one of its submeshes")
     if reduce_op not in ("avg", "sum"):
         raise ValueError(f"reduce_op: 'avg' or 'sum' is expected, got {reduce_op!r}")
     for name, dtype in (("param_dtype", param_dtype), ("main_grad_dtype", main_grad_dtype)):
@@ -170,40 +174,77 @@ def _places(model: nn.Module) -> Iterator[_Place]:
         yield _Place(fqn, module, params[key], tuple((m, n) for _, m, n in found))
 
 
-def _placement(place: _Place, shard_fn: ShardFn, mesh: DeviceMesh) -> Shard | Replicate | None:
+def _placement(place: _Place, shard_fn: ShardFn, mesh: DeviceMesh) -> tuple[Shard | Replicate, ...] | None:
+    """What `shard_fn` wants for a parameter, one placement per mesh dim, checked; None: leave it plain."""
     fqn, param = place.fqn, place.param
     if isinstance(param, ShardedParameter):
         raise ValueError(f"{fqn}: is sharded already; call shard once, on the outermost module")
-    placement = shard_fn(fqn, place.module, param)
-    if placement is None:
+    wanted = shard_fn(fqn, place.module, param)
+    if wanted is None:
         return None
     if isinstance(param, DTensor):
         raise ValueError(f"{fqn}: is a DTensor of another tool; let shard_fn return None for it, or shard it here only")
-    if not isinstance(placement, Shard | Replicate):
-        raise TypeError(f"{fqn}: shard_fn returns Shard(dim), Replicate() or None, got {placement!r}")
+    spread: tuple[Any, ...] = (*[Replicate()] * (mesh.ndim - 1), wanted)
+    if isinstance(wanted, list | tuple):
+        spread = tuple(wanted)
+    if not all(isinstance(p, Shard | Replicate) for p in spread):
+        raise TypeError(f"{fqn}: shard_fn returns Shard(dim), Replicate(), a sequence of them, or None, got {wanted!r}")
+    if len(spread) != mesh.ndim:
+        raise ValueError(f"{fqn}: one placement per mesh dim is expected ({mesh.ndim}), shard_fn gave {len(spread)}")
+    shards = [p for p in spread if isinstance(p, Shard)]
+    if len(shards) > 1:
+        raise ValueError(
+            f"{fqn}: can be sharded over one mesh dim only, shard_fn gave {spread!r}; flatten the two dims"
+        )
+    _check_placeable(place)
+    if not shards:
+        return spread
+    dim = shards[0].dim + param.ndim if shards[0].dim < 0 else shards[0].dim
+    if not 0 <= dim < param.ndim:
+        raise ValueError(f"{fqn}: can't shard dim {shards[0].dim} of shape {tuple(param.shape)}")
+    return tuple(Shard(dim) if isinstance(p, Shard) else p for p in spread)
+
+
+def _check_placeable(place: _Place) -> None:
+    fqn, param = place.fqn, place.param
     if not param.is_floating_point():
         raise ValueError(f"{fqn}: only floating-point parameters are placed, this one is {param.dtype}; return None")
-    if param.is_meta:
-        raise ValueError(f"{fqn}: is on the meta device; give the model memory first (to_empty) and initialise it")
     if isinstance(place.module, nn.RNNBase):
         raise ValueError(
             f"{fqn}: {type(place.module).__name__} keeps its weights in a list of its own, which gtp_compile can't "
             "follow; let shard_fn return None for it and reduce its gradients with DistributedDataParallel"
         )
-    if isinstance(placement, Replicate):
-        return placement
-    dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
-    if not 0 <= dim < param.ndim:
-        raise ValueError(f"{fqn}: can't shard dim {placement.dim} of shape {tuple(param.shape)}")
-    if param.shape[dim] % mesh.size():
-        raise ValueError(
-            f"{fqn}: dim {dim} of shape {tuple(param.shape)} does not divide by the mesh's {mesh.size()} ranks; "
-            "let shard_fn return another dim or Replicate() for it"
-        )
-    return Shard(dim)
 
 
-def _refuse_overlap(places: list[_Place], placements: list[Shard | Replicate | None]) -> None:
+def _shard_axis(spread: Sequence[Placement]) -> int:
+    """The mesh dim over which a weight is sharded; -1 where it is replicated over all."""
+    return next((axis for axis, p in enumerate(spread) if isinstance(p, Shard)), -1)
+
+
+def _layout(param: nn.Parameter, spread: Sequence[Placement], mesh: DeviceMesh, reduce_op: str) -> Layout:
+    axis = _shard_axis(spread)
+    axes = [axis, *(a for a in range(mesh.ndim) if a != axis)] if axis >= 0 else list(range(mesh.ndim))
+    placement = spread[axis]
+    dim = placement.dim if isinstance(placement, Shard) else REPLICATED
+    return Layout(
+        tuple(mesh.get_group(a).group_name for a in axes),
+        tuple(mesh.size(a) for a in axes),
+        dim,
+        param.shape[dim] if dim != REPLICATED else 0,
+        reduce_op,
+    )
+
+
+def _coordinate(rank: int, mesh: DeviceMesh) -> list[int]:
+    """The coordinates in the mesh of its `rank`-th member, in row-major order."""
+    coordinate: list[int] = []
+    for axis in reversed(range(mesh.ndim)):
+        rank, c = divmod(rank, mesh.size(axis))
+        coordinate.insert(0, c)
+    return coordinate
+
+
+def _refuse_overlap(places: list[_Place], placements: Sequence[object]) -> None:
     """Two parameters over one storage would be two weights with two main_grads, and an optimizer would part them."""
     spans: dict[int, list[tuple[int, int, bool, _Place]]] = {}
     for place, placement in zip(places, placements, strict=True):
@@ -230,34 +271,58 @@ def _span(t: Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
 
 
-def _local_part(full: Tensor, dim: int, mesh: DeviceMesh, src: int | None) -> Tensor:
+def _local_part(
+    full: Tensor, layout: Layout, rank: int, spread: Sequence[Placement], mesh: DeviceMesh, src: int | None
+) -> Tensor:
     """This rank's part of a parameter, contiguous and in memory of its own; one weight travels at a time."""
-    group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-    if dim == REPLICATED:
-        local = full.clone(memory_format=torch.contiguous_format)
-        if src is not None:
-            dist.broadcast(local, group=group, group_src=src)
-        return local
-    if src is None:
-        return full.chunk(size, dim)[rank].clone(memory_format=torch.contiguous_format)
-    parts = [part.contiguous() for part in full.chunk(size, dim)]
-    local = torch.empty_like(parts[0])
-    dist.scatter(local, parts if rank == src else None, group=group, group_src=src)
-    return local
+    part = full.clone(memory_format=torch.contiguous_format)
+    if src is None or full.is_meta:
+        return layout.part(part, rank).clone(memory_format=torch.contiguous_format)
+    # Along one mesh dim after the other, as DTensor does: what the source gives to its neighbours they pass on.
+    for axis, source in enumerate(_coordinate(src, mesh)):
+        group = mesh.get_group(axis)
+        if isinstance(spread[axis], Shard):
+            part = _scatter(part, layout, rank, group, source)
+        else:
+            dist.broadcast(part, group=group, group_src=source)
+    return part
+
+
+def _scatter(full: Tensor, layout: Layout, rank: int, group: dist.ProcessGroup, source: int) -> Tensor:
+    """This rank's part of what `source` holds. Equal parts travel: the last ones are padded."""
+    shape = list(full.shape)
+    shape[layout.dim] = layout.chunk
+    parts = []
+    if rank == source:
+        for r in range(layout.shards):
+            padded = full.new_zeros(shape)
+            begin, end = layout.rows(r)
+            padded.narrow(layout.dim, 0, end - begin).copy_(layout.part(full, r))
+            parts.append(padded)
+    mine = full.new_empty(shape)
+    dist.scatter(mine, parts or None, group=group, group_src=source)
+    begin, end = layout.rows(rank)
+    return mine.narrow(layout.dim, 0, end - begin).clone(memory_format=torch.contiguous_format)
 
 
 def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     """With `src_data_rank=None` the ranks must hold equal values; compare a digest of each tensor."""
-    if mesh.size() == 1 or dist.get_backend(mesh.get_group()) == "fake":
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return
-    mine = {name: _digest(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    all_ranks: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(all_ranks, mine, group=mesh.get_group())
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    mine = {name: _digest(t) for name, t in tensors if not isinstance(t, DTensor)}  # another tool's parts differ
+    known = {dist.get_rank(): mine}
+    for group in mesh.get_all_groups():  # one mesh dim after the other, so that in the end all know all, and all raise
+        if group.size() > 1 and dist.get_backend(group) != "fake":
+            everyone: list[Any] = [None] * group.size()
+            dist.all_gather_object(everyone, known, group=group)
+            known = {rank: digests for theirs in everyone for rank, digests in theirs.items()}
+    first, *others = sorted(known)
     for name in mine:
-        odd = [rank for rank, theirs in enumerate(all_ranks) if theirs.get(name) != all_ranks[0].get(name)]
+        odd = [rank for rank in others if known[rank].get(name) != known[first].get(name)]
         if odd:
             raise ValueError(
-                f"{name}: its values on rank(s) {odd} differ from those on rank 0; seed the ranks alike, or let "
+                f"{name}: its values on rank(s) {odd} differ from those on rank {first}; seed the ranks alike, or let "
                 "shard send one rank's values to all with src_data_rank=0"
             )
 
@@ -267,112 +332,26 @@ def _digest(t: Tensor) -> str:
     return hashlib.sha256(data.tobytes() + str((tuple(t.shape), t.dtype)).encode()).hexdigest()
 
 
-# How a module hands out its weights.
-
-
-class _Tree:
-    """The modules of one sharded model: the frames of whose `forward` make a read of a weight a use."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._modules = weakref.WeakSet(root.modules())
-
-    def is_running(self) -> bool:
-        """Whether some caller is the `forward` of one of the model's modules.
-
-        A flag set around forward would not do: Dynamo may run a wrapper compiled and the forward in it not.
-        """
-        frame = sys._getframe(2)
-        while frame is not None:
-            name = frame.f_code.co_name
-            if (name == "forward" or name.startswith("torch_dynamo_resume_in_forward")) and frame.f_code.co_argcount:
-                first = frame.f_locals.get(frame.f_code.co_varnames[0])
-                if isinstance(first, nn.Module) and first in self._modules:
-                    return True
-            frame = frame.f_back  # type: ignore[assignment]
-        return False
-
-
 def _swap_classes(model: nn.Module) -> None:
-    tree = _Tree(model)
+    tree = Tree()
     for module in model.modules():
-        leaves = {
-            n: p.leaf
-            for n, p in module.named_parameters(recurse=False, remove_duplicate=False)
-            if isinstance(p, ShardedParameter)
-        }
-        if not leaves:
-            continue
+        take_over(module, tree)
         if isinstance(module, GroupedLinear):
-            _form_groups(module, leaves)
-        module.__dict__["_gtp_leaves"] = leaves
-        module.__dict__["_gtp_tree"] = tree
-        module.__class__ = _sharded_class(type(module), tuple(leaves))  # type: ignore[arg-type]
+            _report_plain_leaders(module)
 
 
-def _form_groups(module: GroupedLinear, leaves: dict[str, ComputeLeaf]) -> None:
-    """Discrete weights that are all placed alike form one group; so do the biases."""
-    for names in module.discrete_groups():
-        members = tuple(leaves[n] for n in names if n in leaves)
-        if members and names[0] not in leaves:
+def _placed_names(model: nn.Module) -> list[str]:
+    params = model.named_parameters(remove_duplicate=False)
+    return [name for name, p in params if isinstance(p, ShardedParameter)]
+
+
+def _report_plain_leaders(module: GroupedLinear) -> None:
+    placed = leaves_in(module)
+    for leader, *followers in module.discrete_groups():
+        odd = [placed[name].fqn for name in followers if name in placed]
+        if leader not in placed and odd:
             log.warning(
                 "%s: is placed, but the leader of its weight group (%s) is not, so they form no distributed group: "
                 "each placed weight is gathered and reduced by itself, and nothing reduces the plain ones",
-                members[0].fqn, names[0],
+                odd[0], leader,
             )  # fmt: skip
-        if len(members) == len(names) and len({m.mesh_layout for m in members}) == 1:
-            for member in members:
-                member.group = members
-
-
-@functools.cache
-def _sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """`cls` with a getter for each placed parameter; one class for all modules alike, so that they share graphs."""
-    body: dict[str, Any] = {name: property(_getter(name)) for name in names}
-    body.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
-    body["_gtp_original"] = cls
-    body["__reduce_ex__"] = _refuse_pickle
-    body["_apply"] = _refuse_move
-    body["register_parameter"] = _register_parameter
-    return type(cls.__name__, (cls,), body)
-
-
-def _getter(name: str) -> Callable[[nn.Module], Tensor]:
-    def get(self: Any) -> Tensor:
-        if torch.compiler.is_compiling():
-            return materialize_leaves((self._gtp_leaves[name],))
-        param = self._parameters[name]
-        if not self._gtp_tree.is_running():
-            return param
-        leaf = self._gtp_leaves[name]
-        if param is not leaf.registered:
-            raise RuntimeError(
-                f"{leaf.fqn}: another tensor stands in its place (functional_call?), but a sharded weight is gathered "
-                "from its own shard; write the values into the parameter instead"
-            )
-        return materialize_leaves((leaf,))
-
-    return get
-
-
-def _refuse_pickle(self: nn.Module, protocol: Any) -> Any:
-    raise NotImplementedError(
-        f"{type(self).__name__}: a sharded module can't be pickled or copied whole; save its state_dict (see "
-        "torch.distributed.checkpoint) and load it into a model sharded the same way"
-    )
-
-
-def _refuse_move(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    raise NotImplementedError(
-        f"{type(self).__name__}: a sharded module can't be moved or cast (.to, .cuda, .half, to_empty); do it before "
-        "gtp_compile.shard, and choose the dtype to compute in with its param_dtype"
-    )
-
-
-def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
-    """Assignment to a placed weight (also by `load_state_dict(assign=True)`) would part it from its leaf."""
-    if name in self._gtp_leaves and param is not self._parameters[name]:
-        raise ValueError(
-            f"{self._gtp_leaves[name].fqn}: a sharded parameter can't be replaced; write into it (copy_, "
-            "load_state_dict without assign), or change the module before gtp_compile.shard"
-        )
-    self._gtp_original.register_parameter(self, name, param)

@@ -100,25 +100,21 @@ class _Recorder:
 @torch.no_grad()
 def _error(leaves: list[ComputeLeaf], calls: list[tuple[int, list[Tensor]]], programs: list[fx.Graph]) -> float:
     """Relative Frobenius error of a group's change of main_grad, over all members and ranks."""
-    layout = leaves[0].mesh_layout
-    group = leaves[0].registered.device_mesh.get_group()
+    layout, mesh = leaves[0].mesh_layout, leaves[0].registered.device_mesh
     full = sum(_Float64Run(programs[p]).run(*operands) for p, operands in calls)
     assert isinstance(full, Tensor)
-    if layout.group_size > 1:
+    groups = mesh.get_all_groups()
+    for group in groups:
         dist.all_reduce(full, group=group)
-        if layout.reduce_op == "avg":
-            full /= layout.group_size
+    if layout.reduce_op == "avg":
+        full /= layout.ranks
     squares = torch.zeros(2, dtype=torch.float64, device=full.device)
     members = full.unbind(0) if len(leaves) > 1 else [full]
-    for leaf, want in zip(leaves, members, strict=True):
-        if not leaf.requires_grad:
-            continue
-        if layout.sharded:
-            want = want.chunk(layout.group_size, layout.dim)[dist.get_rank(group)]
-        got = _change(leaf)
-        squares += torch.stack([(got - want).square().sum(), want.square().sum()])
-    if layout.group_size > 1:
-        # Replicated weights: each rank measures the whole, so the mean; sharded ones: each its part, so the sum.
+    for leaf, member in zip(leaves, members, strict=True):
+        if leaf.requires_grad:
+            want, got = layout.part(member, leaf.shard_rank), _change(leaf)
+            squares += torch.stack([(got - want).square().sum(), want.square().sum()])
+    for group in groups:  # shards add up; replicas count the same numbers several times, above and below the line
         dist.all_reduce(squares, group=group)
     difference, reference = (math.sqrt(s) for s in squares.tolist())
     return difference / reference if reference else difference

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _LIB = torch.library.Library("gtp", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-_LAYOUT = "str group_name, int group_size, int dim, str reduce_op"
+_LAYOUT = "str[] group_names, int[] group_sizes, int dim, int full_size, str reduce_op"
 
 _LIB.define(
     f"materialize(Tensor[] shards, Tensor?[] main_grads, {_LAYOUT}, ScalarType param_dtype, ScalarType grad_dtype)"
@@ -57,9 +57,10 @@ def materialize(
     return torch.ops.gtp.materialize.default(
         list(shards),
         list(main_grads),
-        layout.group_name,
-        layout.group_size,
+        list(layout.group_names),
+        list(layout.group_sizes),
         layout.dim,
+        layout.full_size,
         layout.reduce_op,
         param_dtype,
         grad_dtype,
@@ -74,25 +75,27 @@ def _emit_of(shards: list[Tensor]) -> Emit:
 def _materialize_impl(
     shards: list[Tensor],
     main_grads: list[Tensor | None],
-    group_name: str,
-    group_size: int,
+    group_names: list[str],
+    group_sizes: list[int],
     dim: int,
+    full_size: int,
     reduce_op: str,
     param_dtype: torch.dtype,
     grad_dtype: torch.dtype,
 ) -> Tensor:
-    layout = Layout(group_name, group_size, dim, reduce_op)
+    layout = Layout.of(group_names, group_sizes, dim, full_size, reduce_op)
     full = emit_gather(_emit_of(shards), shards, layout, param_dtype)
-    # An op may not return its input: a replicated weight that needs no cast is one.
+    # An op may not return its input (a replicated weight that needs no cast is one).
     return full.clone() if len(shards) == 1 and full is shards[0] else full
 
 
 def _materialize_fake(
     shards: list[Tensor],
     main_grads: list[Tensor | None],
-    group_name: str,
-    group_size: int,
+    group_names: list[str],
+    group_sizes: list[int],
     dim: int,
+    full_size: int,
     reduce_op: str,
     param_dtype: torch.dtype,
     grad_dtype: torch.dtype,
@@ -101,7 +104,7 @@ def _materialize_fake(
         raise ValueError(f"materialize: {len(shards)} shards but {len(main_grads)} main_grads; give one (or None) each")
     shape = list(shards[0].shape)
     if dim >= 0:
-        shape[dim] *= group_size
+        shape[dim] = full_size
     if len(shards) > 1:
         shape = [len(shards), *shape]
     return shards[0].new_empty(shape, dtype=param_dtype)
@@ -111,16 +114,17 @@ def _finalize_impl(
     grad: Tensor,
     shards: list[Tensor],
     main_grads: list[Tensor | None],
-    group_name: str,
-    group_size: int,
+    group_names: list[str],
+    group_sizes: list[int],
     dim: int,
+    full_size: int,
     reduce_op: str,
     grad_dtype: torch.dtype,
 ) -> list[Tensor]:
-    layout = Layout(group_name, group_size, dim, reduce_op)
+    layout = Layout.of(group_names, group_sizes, dim, full_size, reduce_op)
     if grad.dtype != grad_dtype and grad.dtype.itemsize < grad_dtype.itemsize and grad.ndim > 1:
         _warn_rounded(shards[0], grad.dtype, grad_dtype)
-    reduced = emit_reduce(_emit_of(shards), grad, len(shards), layout, grad_dtype)
+    reduced = emit_reduce(_emit_of(shards), grad, shards, layout, grad_dtype)
     dtypes = [_result_dtype(s, m) for s, m in zip(shards, main_grads, strict=True)]
     # Members of a group are views of one buffer, and a group of one may be the incoming gradient itself.
     return [r.to(dtype, copy=True) for r, dtype in zip(reduced, dtypes, strict=True)]
@@ -130,9 +134,10 @@ def _finalize_fake(
     grad: Tensor,
     shards: list[Tensor],
     main_grads: list[Tensor | None],
-    group_name: str,
-    group_size: int,
+    group_names: list[str],
+    group_sizes: list[int],
     dim: int,
+    full_size: int,
     reduce_op: str,
     grad_dtype: torch.dtype,
 ) -> list[Tensor]:
@@ -156,7 +161,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         [g if s.requires_grad else None for g, s in zip(grads, ctx.shards, strict=True)],
         # torch takes a list with a None in it (a member that is frozen, or without main_grad) for no list of tensors.
         None if None in ctx.main_grads else [None] * len(ctx.shards),
-        *[None] * 6,
+        *[None] * 7,
     )
 
 
@@ -212,7 +217,7 @@ class Materialize:
     @classmethod
     def of(cls, node: fx.Node) -> "Materialize":
         a = node.args
-        return cls(node, tuple(a[0]), Layout(*a[2:6]), a[6])  # type: ignore[arg-type]
+        return cls(node, tuple(a[0]), Layout.of(*a[2:7]), a[7])  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +241,7 @@ class Finalize:
     @classmethod
     def of(cls, node: fx.Node) -> "Finalize":
         a = node.args
-        return cls(node, a[0], tuple(a[1]), tuple(a[2]), Layout(*a[3:7]), a[7])  # type: ignore[arg-type]
+        return cls(node, a[0], tuple(a[1]), tuple(a[2]), Layout.of(*a[3:8]), a[8])  # type: ignore[arg-type]
 
     @classmethod
     def find(cls, graph: fx.Graph) -> "list[Finalize]":

@@ -1,14 +1,18 @@
 """The collectives of one weight group, written once for graphs and for eager (see `emit`).
 
-Layouts. A shard has the *local* shape: `dim` of the weight divided by the group's size `W`. A functional collective
-gathers and scatters along dim 0 only, so another dim is brought to the front around it:
+Layouts. A shard has the *local logical* shape: rank r holds rows r * c to (r + 1) * c of the sharded dim, cut at its
+end, with c = ceil(size / W) (as torch.chunk and DTensor do it); so a last rank may hold fewer rows, or none. A
+functional collective gathers and scatters equal parts along dim 0 only: each part is padded to c rows just before it
+travels, the padding is cut just behind, and another dim is brought to the front in between.
 
-    gather    [E, N/W, K] -> all_gather -> [W*E, N/W, K] -> view [W, E, N/W, K] -> [E, W, N/W, K] -> [E, N, K]
-    reduce    [E, N, K] -> view [E, W, N/W, K] -> [W, E, N/W, K] -> reduce_scatter -> [E, N/W, K]
+    gather    [E, n, K] -> pad [E, c, K] -> all_gather [W*E, c, K] -> view [W, E, c, K] -> [E, W*c, K] -> cut [E, N, K]
+    reduce    [E, N, K] -> pad [E, W*c, K] -> [W, E, c, K] -> reduce_scatter [E, c, K] -> cut [E, n, K]
 
 A group of several discrete weights is stacked along a new dim 0 first, so it costs one collective, not one a weight.
+On a mesh with replica dims the reduced shard is all-reduced over each of them, in the mesh's order.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,20 +44,59 @@ class Layout:
     """Where the parts of a weight group live. Plain data: it goes into the graph as constants of the anchor ops.
 
     Attributes:
-        group_name: name of the process group, as the functional collectives want it.
-        group_size: number of ranks `W`.
+        group_names: names of the process groups over which gradients are summed, as the functional collectives want
+            them: the one that holds the shards first (where there is one), then the replicas', in mesh order.
+        group_sizes: the number of ranks of each.
         dim: the sharded dim of each member, or `REPLICATED`.
+        full_size: logical size of that dim (0 where replicated).
         reduce_op: "avg" or "sum", what becomes of the ranks' gradients.
     """
 
-    group_name: str
-    group_size: int
+    group_names: tuple[str, ...]
+    group_sizes: tuple[int, ...]
     dim: int
+    full_size: int
     reduce_op: str
+
+    @classmethod
+    def of(cls, names: Sequence[str], sizes: Sequence[int], dim: int, full_size: int, reduce_op: str) -> "Layout":
+        """From the constants of an anchor op, whose lists torch may hand back as lists."""
+        return cls(tuple(names), tuple(sizes), dim, full_size, reduce_op)
 
     @property
     def sharded(self) -> bool:
         return self.dim != REPLICATED
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts a weight is cut."""
+        return self.group_sizes[0] if self.sharded else 1
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks' gradients are summed."""
+        return math.prod(self.group_sizes)
+
+    @property
+    def chunk(self) -> int:
+        """Rows of the sharded dim that each rank sends and gets, padding included."""
+        return -(-self.full_size // self.shards)
+
+    @property
+    def replica_groups(self) -> list[tuple[str, int]]:
+        groups = list(zip(self.group_names, self.group_sizes, strict=True))
+        return [(name, size) for name, size in (groups[1:] if self.sharded else groups) if size > 1]
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """First and end row of the sharded dim that a rank of the shard group holds."""
+        return min(rank * self.chunk, self.full_size), min((rank + 1) * self.chunk, self.full_size)
+
+    def part(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part of a full tensor that a rank of the shard group holds, as a view."""
+        if not self.sharded:
+            return full
+        begin, end = self.rows(rank)
+        return full.narrow(self.dim, begin, end - begin)
 
 
 def dry_collectives() -> dict[Any, Any]:
@@ -102,43 +145,53 @@ def emit_gather(emit: Emit, shards: Sequence[Any], layout: Layout, param_dtype: 
     The cast comes before the gather: what travels has the compute dtype.
     """
     local = emit_cast(emit, emit_stack(emit, shards), param_dtype)
-    if not layout.sharded or layout.group_size == 1:
+    size = layout.shards
+    if size == 1:
         return local
     dim = layout.dim + (len(shards) > 1)
-    size = layout.group_size
-    gathered = emit(c10d.all_gather_into_tensor.default, _contiguous(emit, local), layout.group_size, layout.group_name)
+    local = _padded(emit, local, dim, layout.chunk)
+    gathered = emit(c10d.all_gather_into_tensor.default, _contiguous(emit, local), size, layout.group_names[0])
     gathered = emit(c10d.wait_tensor.default, gathered)
-    if dim == 0:
-        return gathered
-    shape = list(emit.value(local).shape)
-    split = emit(aten.view.default, gathered, [size, *shape])
-    order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
-    full = [*shape[:dim], size * shape[dim], *shape[dim + 1 :]]
-    merged = emit(aten.clone.default, emit(aten.permute.default, split, order), memory_format=torch.contiguous_format)
-    return emit(aten.view.default, merged, full)
+    if dim > 0:
+        shape = list(emit.value(local).shape)
+        split = emit(aten.view.default, gathered, [size, *shape])
+        order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
+        merged = _contiguous(emit, emit(aten.permute.default, split, order))
+        gathered = emit(aten.view.default, merged, [*shape[:dim], size * shape[dim], *shape[dim + 1 :]])
+    # Contiguous, as the anchor op promised: the graph's views, and kernels with rules for strides, count on it.
+    return _contiguous(emit, _cut(emit, gathered, dim, layout.full_size))
 
 
-def emit_reduce(emit: Emit, grad: Any, members: int, layout: Layout, grad_dtype: torch.dtype) -> list[Any]:
-    """The reduced gradients of a group's members, local shape, in `grad_dtype`, the dtype of the sum.
+def emit_reduce(emit: Emit, grad: Any, shards: Sequence[Any], layout: Layout, grad_dtype: torch.dtype) -> list[Any]:
+    """The reduced gradients of a group's members, each of its shard's shape, in `grad_dtype`, the dtype of the sum.
 
     `grad` is `[*full]`, or `[members, *full]` for several members, in any dtype: it is cast before it travels.
     """
     grad = emit_cast(emit, grad, grad_dtype)
-    size = layout.group_size
-    if size > 1 and layout.sharded:
-        dim = layout.dim + (members > 1)
-        grad = emit(
-            c10d.reduce_scatter_tensor.default,
-            _scatter_ready(emit, grad, dim, size),
-            layout.reduce_op,
-            size,
-            layout.group_name,
-        )
+    size, op = layout.shards, layout.reduce_op
+    if size > 1:
+        dim = layout.dim + (len(shards) > 1)
+        ready = _scatter_ready(emit, _padded(emit, grad, dim, size * layout.chunk), dim, size)
+        grad = emit(c10d.reduce_scatter_tensor.default, ready, op, size, layout.group_names[0])
         grad = emit(c10d.wait_tensor.default, grad)
-    elif size > 1:
-        grad = emit(c10d.all_reduce.default, _contiguous(emit, grad), layout.reduce_op, layout.group_name)
+        grad = _cut(emit, grad, dim, emit.value(shards[0]).shape[layout.dim])
+    for name, _ in layout.replica_groups:
+        grad = emit(c10d.all_reduce.default, _contiguous(emit, grad), op, name)
         grad = emit(c10d.wait_tensor.default, grad)
-    return [grad] if members == 1 else [emit(aten.select.int, grad, 0, i) for i in range(members)]
+    return [grad] if len(shards) == 1 else [emit(aten.select.int, grad, 0, i) for i in range(len(shards))]
+
+
+def _padded(emit: Emit, x: Any, dim: int, size: int) -> Any:
+    """`x` with zeros behind it along `dim`, up to `size`."""
+    shape = emit.value(x).shape
+    if shape[dim] == size:
+        return x
+    return emit(aten.constant_pad_nd.default, x, [0, 0] * (len(shape) - 1 - dim) + [0, size - shape[dim]])
+
+
+def _cut(emit: Emit, x: Any, dim: int, size: int) -> Any:
+    """The first `size` rows of `x` along `dim`."""
+    return x if emit.value(x).shape[dim] == size else emit(aten.slice.Tensor, x, dim, 0, size)
 
 
 def _scatter_ready(emit: Emit, grad: Any, dim: int, size: int) -> Any:
@@ -149,5 +202,5 @@ def _scatter_ready(emit: Emit, grad: Any, dim: int, size: int) -> Any:
     part = [*shape[:dim], shape[dim] // size, *shape[dim + 1 :]]
     split = emit(aten.view.default, _contiguous(emit, grad), [*shape[:dim], size, *part[dim:]])
     order = [dim, *range(dim), *range(dim + 1, len(shape) + 1)]
-    front = emit(aten.clone.default, emit(aten.permute.default, split, order), memory_format=torch.contiguous_format)
+    front = _contiguous(emit, emit(aten.permute.default, split, order))
     return emit(aten.view.default, front, [size * part[0], *part[1:]])

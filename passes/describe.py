@@ -36,6 +36,7 @@ class GroupInfo:
         main_grad_dtype: the accumulator (of the first member that has one); None without one.
         rule_dtype: what the dtype rule asks for.
         full_shape: of what is reduced, `[*full]` or `[members that are not frozen, *full]`.
+        member_ndim: number of dims of one member.
     """
 
     inputs: tuple[int, ...]
@@ -49,6 +50,7 @@ class GroupInfo:
     main_grad_dtype: torch.dtype | None
     rule_dtype: torch.dtype
     full_shape: tuple[int, ...]
+    member_ndim: int
 
     @property
     def matched(self) -> bool:
@@ -83,6 +85,7 @@ def _describe(anchor: Finalize, positions: dict[fx.Node, int]) -> GroupInfo:
         main_grad_dtype=None if main_grad is None else main_grad.meta["val"].dtype,
         rule_dtype=anchor.grad_dtype,
         full_shape=tuple(full_shape),
+        member_ndim=anchor.shards[0].meta["val"].ndim,
     )
 
 
@@ -128,15 +131,25 @@ def check_dtypes(graph: fx.Graph, groups: list[GroupInfo], retyped: bool) -> Non
 def wire_bytes(info: GroupInfo) -> tuple[sympy.Expr, int]:
     """Bytes that one rank sends for the reduction of a group: as a formula, and for this graph's sizes.
 
-    A ring reduce-scatter sends (W - 1) / W of the buffer once; an all-reduce twice (Patarasuk and Yuan, 2009,
-    "Bandwidth optimal all-reduce algorithms for clusters of workstations").
+    A ring reduce-scatter over W ranks sends (W - 1) / W of the (padded) buffer once; an all-reduce over R twice
+    (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
     """
-    world = sympy.Symbol("W", positive=True, integer=True)
-    names = {1: ("N",), 2: ("N", "K"), 3: ("E", "N", "K")}.get(len(info.full_shape))
-    names = names or tuple(f"d{i}" for i in range(len(info.full_shape)))
-    sizes = sympy.symbols(names, positive=True, integer=True)
+    layout, shape = info.layout, info.full_shape
+    names = {1: ("N",), 2: ("N", "K"), 3: ("E", "N", "K")}.get(len(shape)) or tuple(f"d{i}" for i in range(len(shape)))
+    sizes = list(sympy.symbols(names, positive=True, integer=True))
+    values: dict[Any, int] = dict(zip(sizes, shape, strict=True))
     itemsize = (info.wire_dtype or info.scratch_dtype).itemsize
-    passes = 1 if info.layout.sharded else 2
-    formula = passes * itemsize * math.prod(sizes) * (world - 1) / world
-    value = formula.subs({world: info.layout.group_size, **dict(zip(sizes, info.full_shape, strict=True))})
-    return formula, int(value)
+    formula: sympy.Expr = sympy.Integer(0)
+    if layout.sharded:
+        world = sympy.Symbol("W", positive=True, integer=True)
+        values[world] = layout.shards
+        dim = layout.dim + len(shape) - info.member_ndim
+        sizes[dim] += sympy.Mod(-sizes[dim], world)
+        formula += itemsize * math.prod(sizes) * (world - 1) / world
+        sizes[dim] /= world
+    replicas = layout.group_sizes[1:] if layout.sharded else layout.group_sizes
+    for i, size in enumerate(replicas):
+        ranks = sympy.Symbol("R" if len(replicas) == 1 else f"R{i}", positive=True, integer=True)
+        values[ranks] = size
+        formula += 2 * itemsize * math.prod(sizes) * (ranks - 1) / ranks
+    return formula, int(formula.subs(values))

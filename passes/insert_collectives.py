@@ -1,6 +1,6 @@
 """Lower the anchors: a materialization to an all-gather, a gradient anchor to a reduce-scatter.
 
-Before:  shard f32[N/W, K] -> materialize -> bf16[N, K] -> mm ...
+Before:  shard f32[n, K] -> materialize -> bf16[N, K] -> mm ...
          ... -> f32[N, K] -> finalize -> getitem -> output
 After:   shard f32[N/W, K] -> convert -> bf16[N/W, K] -> all_gather -> wait -> bf16[N, K] -> mm ...
          ... -> f32[N, K] -> reduce_scatter -> wait -> f32[N/W, K] -> add(main_grad, .) -> output
@@ -87,7 +87,8 @@ def _lower_finalize(graph: fx.Graph, anchor: Finalize, positions: dict[fx.Node, 
             parts = [emit(aten.select.int, grad, 0, i) for i in members]
             grad = emit_stack(emit, parts)
         # The wire has the dtype that retype_wgrads gave the gradient; what the rule asks is checked after this pass.
-        reduced = emit_reduce(emit, grad, len(members), anchor.layout, grad.meta["val"].dtype)
+        shards = [anchor.shards[i] for i in members]
+        reduced = emit_reduce(emit, grad, shards, anchor.layout, grad.meta["val"].dtype)
         inputs = tuple(positions[s] for s in anchor.shards)
         for node in emit.nodes:
             if node.target in (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 import gtp_compile
@@ -175,13 +175,10 @@ def whole(param: ShardedParameter, local: Tensor | None) -> Tensor:
     """The full tensor of which `local` is this rank's part, in float64."""
     if local is None:
         raise AssertionError(f"{param.leaf.fqn}: nothing to compare, it is None")
-    local = getattr(local, "_local_tensor", local)
-    placement = param.placements[0]
-    if isinstance(placement, Replicate):
-        return local.double()
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, local.contiguous())
-    return torch.cat(parts, placement.dim).double()
+    local = getattr(local, "_local_tensor", local).detach()
+    shape, stride = param.shape, param.stride()
+    part = DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+    return part.full_tensor().double()
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -9,9 +9,10 @@ import multiprocessing
 import os
 import random
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -53,23 +54,25 @@ class Pool:
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         for end in self._ends:
             end.send((fn, args))
-        results: list[Any] = []
-        failures = []
-        for rank, end in enumerate(self._ends):
-            # After one failure the others may wait for it in a collective for ever.
-            if not end.poll(timeout if not failures else 5.0):
-                failures.append(f"rank {rank}: no answer in {timeout:.0f} s")
-                continue
-            try:
-                ok, value = end.recv()
-            except EOFError:
-                ok, value = False, "the process died"
-            results.append(value)
-            if not ok:
-                failures.append(f"rank {rank}:\n{value}")
-        if failures:
-            raise AssertionError("\n".join(failures))
-        return results
+        results: dict[int, Any] = {}
+        failures = {}
+        waiting = {end: rank for rank, end in enumerate(self._ends)}
+        deadline = time.monotonic() + timeout
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for end in ready:
+                rank = waiting.pop(end)  # type: ignore[arg-type]
+                try:
+                    ok, results[rank] = end.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, results[rank] = False, "the process died"
+                if not ok:
+                    failures[rank] = f"rank {rank}:\n{results[rank]}"
+                    # After one failure the others may wait for it in a collective for ever.
+                    deadline = min(deadline, time.monotonic() + 5.0)
+        if failures or waiting:
+            late = {rank: f"rank {rank}: no answer in {timeout:.0f} s" for rank in waiting.values()}
+            raise AssertionError("\n".join([*failures.values(), *late.values()]))
+        return [results[rank] for rank in range(len(self._ends))]
 
     def close(self) -> None:
         for process in self._processes:

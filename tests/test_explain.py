@@ -83,7 +83,7 @@ def test_bytes_are_a_formula_and_its_value(explained):
     for leader, shape in shapes.items():
         row = rows[leader]
         names = {1: "N", 2: "NK", 3: "ENK"}[len(shape)]
-        values = {**dict(zip(names, shape, strict=True)), "W": RANKS}
+        values = {**dict(zip(names, shape, strict=True)), "W": RANKS, "R": RANKS}
         formula = sympy.sympify(row.wire_formula, {n: sympy.Symbol(n) for n in values})
         assert formula.subs(values) == row.wire_bytes
     assert rows["experts.weight0"].wire_bytes == 4 * 2 * 2 * RANKS * IN * (RANKS - 1) // RANKS

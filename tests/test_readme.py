@@ -1,10 +1,12 @@
-"""The README's before/after of a two-expert model is what the passes do today.
+"""What the README says is made of what the code does: the before/after of a two-expert model, the table of what works.
 
-GTP_UPDATE_README=1 .venv/bin/python -P -m pytest tests/test_readme.py      writes the block anew
+GTP_UPDATE_README=1 .venv/bin/python -P -m pytest tests/test_readme.py      writes the blocks anew
 """
 
+import ast
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,11 @@ from gtp_compile.pipeline import JOINT_PASSES
 from gtp_compile.testing import JointGraph, capture_joint, fake_mesh
 
 README = Path(__file__).parent.parent / "README.md"
-BLOCK = re.compile(r"(?<=<!-- excerpt:begin -->\n).*?(?=<!-- excerpt:end -->)", re.DOTALL)
+TESTS = Path(__file__).parent
+# The files whose tests say what works, in the order of the README's table.
+WORKS = (
+    "module_ops", "inits", "checkpoints", "padding", "meshes", "both_forms", "norms", "unsharded", "regional", "beside"
+)  # fmt: skip
 LAST = "insert_collectives"
 
 
@@ -72,13 +78,44 @@ def test_the_excerpt_is_the_same_on_every_machine():
     assert not re.search(r"/|\.py|0x", text)
 
 
-def test_the_readme_shows_the_excerpt():
-    text = README.read_text() if README.exists() else ""
+def render_works() -> str:
+    """A row for each test that is marked with `works(what, happens)`."""
+    files = [*(TESTS / "distributed" / f"test_{name}.py" for name in WORKS), TESTS / "test_two_gpus.py"]
+    rows = [f"| {what} | {happens} | {test} |" for file in files for what, happens, test in marked(file)]
+    return "\n".join(["| you do | what happens | test |", "| --- | --- | --- |", *rows, ""])
+
+
+def marked(file: Path) -> Iterator[tuple[str, str, str]]:
+    """(what, happens, link) of each marked test of a file, in its order; the file is read, not imported."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            for mark in node.decorator_list:
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.works":
+                    what, happens = (ast.literal_eval(arg) for arg in mark.args)
+                    yield what, happens, f"[{file.stem.removeprefix('test_')}]({file.relative_to(TESTS.parent)})"
+
+
+def check_block(name: str, rendered: str) -> None:
+    """The README's block is `rendered`; with GTP_UPDATE_README it is made so."""
+    block = re.compile(rf"(?<=<!-- {name}:begin -->\n).*?(?=<!-- {name}:end -->)", re.DOTALL)
+    text = README.read_text()
     if os.environ.get("GTP_UPDATE_README"):
-        text = BLOCK.sub(lambda _: render_excerpt(), text)
+        text = block.sub(lambda _: rendered, text)
         README.write_text(text)
-    found = BLOCK.search(text)
-    assert found, "README.md has no block between <!-- excerpt:begin --> and <!-- excerpt:end -->"
-    if not torch.__version__.startswith("2.13"):
-        pytest.skip("the README shows the graph of torch 2.13")
-    assert found[0] == render_excerpt(), "the README's excerpt is stale: run this test with GTP_UPDATE_README=1"
+    found = block.search(text)
+    assert found, f"README.md has no block between <!-- {name}:begin --> and <!-- {name}:end -->"
+    assert found[0] == rendered, f"the README's block {name!r} is stale: run this test with GTP_UPDATE_README=1"
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the README shows the graph of torch 2.13")
+def test_the_readme_shows_the_excerpt():
+    check_block("excerpt", render_excerpt())
+
+
+def test_the_readme_shows_what_works():
+    check_block("works", render_works())
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_every_such_file_has_rows(name):
+    assert list(marked(TESTS / "distributed" / f"test_{name}.py"))

@@ -136,6 +136,7 @@ def _cuda_graphs(rank: int) -> None:
 
 
 @pytest.mark.parametrize("task", ["_errors", "_training", "_cuda_graphs"])
+@pytest.mark.works('`options={"mode": "reduce-overhead"}` (two H200)', "gradients of four microbatches as without")
 def test_two_gpus(task: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_serve, (os.path.join(folder, "store"), task), nprocs=2)

@@ -302,7 +302,10 @@ def shard_like(grad: Tensor, dim: int = 0, world: int = WORLD) -> Tensor:
 
 def finalize(grad: Tensor, shard: Tensor, main_grad: Tensor | None = None, dim: int = 0) -> Tensor:
     """A gradient anchor of a group of one; sums over ranks in float32."""
-    return torch.ops.gtp.finalize.default(grad, [shard], [main_grad], "0", WORLD, dim, "avg", torch.float32)[0]
+    size = 0 if dim < 0 else grad.shape[dim]
+    return torch.ops.gtp.finalize.default(grad, [shard], [main_grad], ["0"], [WORLD], dim, size, "avg", torch.float32)[
+        0
+    ]
 
 
 def hand_written(fn: Callable[..., Any], *inputs: Tensor) -> JointGraph:

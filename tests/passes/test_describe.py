@@ -27,7 +27,9 @@ def described(name: str, *, without: tuple[str, ...] = (), **kwargs) -> tuple[to
 
 def info(**changes) -> GroupInfo:
     """A group whose every hop is in float32."""
-    base = GroupInfo((1,), Layout("0", WORLD, 0, "avg"), "gemm", "", F32, F32, F32, F32, F32, F32, (OUT, IN))
+    base = GroupInfo(
+        (1,), Layout(("0",), (WORLD,), 0, OUT, "avg"), "gemm", "", F32, F32, F32, F32, F32, F32, (OUT, IN), 2
+    )
     return replace(base, **changes)
 
 
@@ -151,17 +153,20 @@ def test_a_sum_narrower_than_its_main_grad_raises(retyped):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dim", "bytes_", "formula"),
+    ("shape", "member_ndim", "dim", "bytes_", "formula"),
     [
-        ((OUT, IN), 0, 4 * OUT * IN * 3 // 4, "4*K*N*(W - 1)/W"),
-        ((3, OUT, IN), 1, 4 * 3 * OUT * IN * 3 // 4, "4*E*K*N*(W - 1)/W"),
-        ((OUT,), REPLICATED, 2 * 4 * OUT * 3 // 4, "8*N*(W - 1)/W"),  # an all-reduce sends twice
-        ((2, 3, OUT, IN), 0, 4 * 2 * 3 * OUT * IN * 3 // 4, "4*d0*d1*d2*d3*(W - 1)/W"),
+        ((OUT, IN), 2, 0, 4 * OUT * IN * 3 // 4, "4*K*(N + Mod(-N, W))*(W - 1)/W"),
+        ((3, OUT, IN), 3, 1, 4 * 3 * OUT * IN * 3 // 4, "4*E*K*(N + Mod(-N, W))*(W - 1)/W"),
+        ((OUT,), 1, REPLICATED, 2 * 4 * OUT * 3 // 4, "8*N*(R - 1)/R"),  # an all-reduce sends twice
+        ((2, 3, OUT, IN), 3, 1, 4 * 2 * 3 * OUT * IN * 3 // 4, "4*d0*d1*d3*(d2 + Mod(-d2, W))*(W - 1)/W"),
     ],
     ids=["dense", "stacked", "replicated", "four_dims"],
 )
-def test_bytes_on_the_wire(shape, dim, bytes_, formula):
-    got, value = wire_bytes(info(full_shape=shape, layout=Layout("0", WORLD, dim, "avg")))
+def test_bytes_on_the_wire(shape, member_ndim, dim, bytes_, formula):
+    size = 0 if dim == REPLICATED else shape[dim - member_ndim]
+    got, value = wire_bytes(
+        info(full_shape=shape, member_ndim=member_ndim, layout=Layout(("0",), (WORLD,), dim, size, "avg"))
+    )
     assert value == bytes_
     assert sympy.simplify(got - sympy.sympify(formula, {s.name: s for s in got.free_symbols})) == 0
 
@@ -173,6 +178,6 @@ def test_a_narrow_wire_costs_half():
 def test_the_formula_holds_for_every_size_of_group():
     formula, _ = wire_bytes(info())
     for size in (1, 2, 8, 64):
-        _, value = wire_bytes(info(layout=Layout("0", size, 0, "avg")))
+        _, value = wire_bytes(info(layout=Layout(("0",), (size,), 0, OUT, "avg")))
         symbols = {s: {"N": OUT, "K": IN, "W": size}[s.name] for s in formula.free_symbols}
         assert formula.subs(symbols) == value

@@ -76,7 +76,7 @@ def test_hand_written_graph():
         "neg: bf16[24, 8] = aten.neg(x_1)",
         "mm_1: bf16[16, 8] = aten.mm(permute_1, neg)",
         "add_tensor: bf16[16, 8] = aten.add(mm, mm_1)",
-        "finalize = gtp.finalize(add_tensor, [shard_1], [None], '0', 4, 0, 'avg', torch.float32)",
+        "finalize = gtp.finalize(add_tensor, [shard_1], [None], ['0'], [4], 0, 16, 'avg', torch.float32)",
         "getitem: f32[4, 8] = finalize[0]",
     ]
 
@@ -151,7 +151,8 @@ def test_another_layout_of_the_same_shard_is_another_group():
     shard = torch.zeros(OUT // WORLD, IN)
 
     def two_layouts(shard, dy, x):
-        whole = gtp.finalize.default(mm(dy, x)[:4], [shard], [None], "0", WORLD, -1, "avg", torch.float32)[0]
+        layout = (["0"], [WORLD], -1, 0, "avg")
+        whole = gtp.finalize.default(mm(dy, x)[:4], [shard], [None], *layout, torch.float32)[0]
         return [aten.add.Tensor(finalize(mm(dy, x), shard), whole)]
 
     done = hand_written(two_layouts, shard, dy, x).run("group_wgrads")

@@ -253,7 +253,7 @@ def test_what_is_wider_than_the_rule_is_cast_only_behind_its_sum():
         lambda shard, dy, x: [
             gtp.finalize.default(
                 aten.sum.dim_IntList(aten.mul.Tensor(dy, 1.0), [0], dtype=torch.float32),
-                [shard], [None], "0", WORLD, 0, "avg", BF16,
+                [shard], [None], ["0"], [WORLD], 0, OUT, "avg", BF16,
             )[0]
         ],
         torch.zeros(OUT // WORLD, dtype=BF16), dy, x,

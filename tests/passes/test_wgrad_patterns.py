@@ -216,5 +216,6 @@ def test_anchors_are_read_by_name():
     for anchor in Finalize.find(graph.module.graph):
         assert anchor.node.target is gtp.finalize.default
         assert len(anchor.shards) == len(anchor.main_grads) == 3
-        assert (anchor.layout.group_size, anchor.layout.reduce_op) == (WORLD, "avg")
+        assert (anchor.layout.group_sizes, anchor.layout.reduce_op) == ((WORLD,), "avg")
+        assert anchor.layout.full_size == (OUT if anchor.layout.sharded else 0)
         assert anchor.grad_dtype is F32

@@ -1,0 +1,136 @@
+"""`MainGradOptimizer`: any torch optimizer for narrow (bf16, fp16) shards, fed from their float32 main_grads.
+
+shard bf16  <-- rounded copy --  master fp32  <-- step --  main_grad fp32 (as the master's .grad, without a copy)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gtp_compile.parameters import ShardedParameter, like, local_of
+
+__all__ = ["MainGradOptimizer", "refuse_stock_optimizers"]
+
+
+class MainGradOptimizer(Optimizer):
+    """Wrap a torch.optim class: it trains float32 masters of narrow parameters on their main_grads.
+
+    A parameter whose main_grad has its own dtype, or that has none, is handed to the inner optimizer as it is.
+
+    Args:
+        params: parameters or parameter groups, as for any optimizer.
+        optim_class: e.g. `torch.optim.AdamW`.
+        **kwargs: for `optim_class`.
+
+    Attributes:
+        inner: the wrapped optimizer, over the masters; its `param_groups` are this one's, so that schedulers work.
+    """
+
+    def __init__(self, params: Iterable[Any], optim_class: type[Optimizer] = torch.optim.AdamW, **kwargs: Any) -> None:
+        self._pairs: list[tuple[ShardedParameter, Tensor]] = []
+        groups = list(params)
+        if groups and not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        masters = [{**g, "params": [self._master(p) for p in g["params"]]} for g in groups]
+        self.inner = optim_class(masters, **kwargs)
+        super().__init__(masters, self.inner.defaults)
+        # One list and one state for both: schedulers and checkpoints see what the inner optimizer uses.
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def _master(self, param: Tensor) -> Tensor:
+        if not is_narrow(param):
+            return param
+        assert isinstance(param, ShardedParameter) and param.main_grad is not None
+        local = torch.empty_like(param.main_grad).copy_(param.leaf.detach())
+        master = torch.nn.Parameter(like(param, local), requires_grad=True)
+        self._pairs.append((param, master))
+        return master
+
+    def main_params(self) -> list[Tensor]:
+        """What is trained: masters, and parameters that need none. For `clip_grad_norm_`, after `attach_grads`."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def attach_grads(self) -> None:
+        """Let each master's `.grad` be its parameter's main_grad (the same memory)."""
+        for param, master in self._pairs:
+            if param.main_grad is not None and (
+                master.grad is None or local_of(master.grad).data_ptr() != param.main_grad.data_ptr()
+            ):
+                master.grad = like(param, param.main_grad)
+
+    def clip_grad_norm_(self, max_norm: float, **kwargs: Any) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over what is trained."""
+        self.attach_grads()
+        return torch.nn.utils.clip_grad_norm_(self.main_params(), max_norm, **kwargs)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step on the main_grads; then the shards become the masters, rounded."""
+        self.attach_grads()
+        loss = self.inner.step(closure)  # type: ignore[arg-type]
+        with torch.no_grad():
+            for param, master in self._pairs:
+                param.leaf.data.copy_(local_of(master))
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the main_grads in place (their memory is the backward's), and the others as torch does."""
+        for param, _ in self._pairs:
+            if param.main_grad is not None:
+                param.main_grad.zero_()
+        narrow = {id(master) for _, master in self._pairs}
+        for p in self.main_params():
+            if id(p) not in narrow and p.grad is not None:
+                if set_to_none:
+                    p.grad = None
+                else:
+                    p.grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and the masters."""
+        return {**self.inner.state_dict(), "masters": [master.detach() for _, master in self._pairs]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = dict(state_dict)
+        masters = state.pop("masters")
+        if len(masters) != len(self._pairs):
+            raise ValueError(f"{len(self._pairs)} masters expected, the state has {len(masters)}")
+        self.inner.load_state_dict(state)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        with torch.no_grad():
+            for (param, master), saved in zip(self._pairs, masters, strict=True):
+                local_of(master).copy_(local_of(saved))
+                param.leaf.data.copy_(local_of(master))
+
+
+def is_narrow(param: Any) -> bool:
+    """Whether a parameter's gradient lives in a main_grad of another dtype, where a stock optimizer does not look."""
+    main_grad = param.main_grad if isinstance(param, ShardedParameter) else None
+    return main_grad is not None and main_grad.dtype != param.dtype
+
+
+@functools.cache
+def refuse_stock_optimizers() -> None:
+    """From now on a stock optimizer that would skip such a parameter in silence (`.grad` is None) raises."""
+    register_optimizer_step_pre_hook(_refuse)
+
+
+def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if is_narrow(param) and param.grad is None:
+                stock, main_grad = type(optimizer).__name__, param.main_grad
+                raise RuntimeError(
+                    f"{param.leaf.fqn}: is {param.dtype}, its gradient is in its {main_grad.dtype} main_grad, "
+                    f"and {stock} would skip it. Wrap the optimizer: gtp_compile.MainGradOptimizer("
+                    f"model.parameters(), torch.optim.{stock}, ...); or keep the shards in float32: "
+                    "gtp_compile.shard(model.float(), mesh, param_dtype=torch.bfloat16)"
+                )

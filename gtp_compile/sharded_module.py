@@ -1,0 +1,149 @@
+"""How a module with placed parameters hands them out, and what it does when it is moved, copied, saved or assigned to.
+
+The class of such a module is swapped for a subclass with a getter per placed parameter; one subclass for all modules
+alike, so that equal layers share compiled graphs. Names in `state_dict` and the parameters' own registration stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gtp_compile.grouped_linear import GroupedLinear
+from gtp_compile.parameters import ComputeLeaf, ShardedParameter, materialize_leaves, renewed
+
+__all__ = ["Tree", "leaves_in", "take_over"]
+
+
+class Tree:
+    """Marks the modules of one sharded model: a `forward` of one of them makes the read of a weight a use."""
+
+    def is_running(self) -> bool:
+        """Whether some caller is the `forward` of one of the model's modules.
+
+        A flag set around forward would not do: Dynamo may run a wrapper compiled and the forward in it not.
+        """
+        frame = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_name
+            if (name == "forward" or name.startswith("torch_dynamo_resume_in_forward")) and frame.f_code.co_argcount:
+                first = frame.f_locals.get(frame.f_code.co_varnames[0])
+                if isinstance(first, nn.Module) and first.__dict__.get("_gtp_tree") is self:
+                    return True
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
+
+
+def leaves_in(module: nn.Module) -> dict[str, ComputeLeaf]:
+    """The compute leaves of a module's own placed parameters, by attribute name."""
+    params = module.named_parameters(recurse=False, remove_duplicate=False)
+    return {name: p.leaf for name, p in params if isinstance(p, ShardedParameter)}
+
+
+def take_over(module: nn.Module, tree: Tree) -> None:
+    """Make `module` a part of a sharded model: its placed parameters are handed out through getters."""
+    module.__dict__["_gtp_tree"] = tree
+    leaves = leaves_in(module)
+    if leaves or hasattr(type(module), "save_pretrained"):
+        module.__class__ = _sharded_class(type(module), tuple(leaves))  # type: ignore[arg-type]
+        _refresh(module)
+
+
+def _refresh(module: nn.Module) -> None:
+    """Find a module's leaves and weight groups, after its parameters were placed or renewed."""
+    leaves = module.__dict__["_gtp_leaves"] = leaves_in(module)
+    for name, leaf in leaves.items():
+        leaf.holders.add((weakref.ref(module), name))
+    if isinstance(module, GroupedLinear):
+        # Discrete weights that are all placed alike form one group; so do the biases.
+        for names in module.discrete_groups():
+            members = tuple(leaves[n] for n in names if n in leaves)
+            if len(members) == len(names) and len({m.mesh_layout for m in members}) == 1:
+                for member in members:
+                    member.group = members
+
+
+@functools.cache
+def _sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    body: dict[str, Any] = {name: property(_getter(name)) for name in names}
+    body.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
+    body.update(_gtp_original=cls, register_parameter=_register_parameter)
+    body.update(__reduce_ex__=_reduce, __setstate__=_setstate, _apply=_apply)
+    if hasattr(cls, "save_pretrained"):
+        body.update(save_pretrained=_save_pretrained)
+    return type(cls.__name__, (cls,), body)
+
+
+def _getter(name: str) -> Callable[[nn.Module], Tensor]:
+    def get(self: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return materialize_leaves((self._gtp_leaves[name],))
+        param = self._parameters[name]
+        if not self._gtp_tree.is_running():
+            return param
+        leaf = self._gtp_leaves[name]
+        leaf.check_use()
+        return materialize_leaves((leaf,))
+
+    return get
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Pickle, or deepcopy: the original class by its name, and everything the module holds."""
+    state = {k: v for k, v in self.__dict__.items() if k != "_gtp_leaves"}  # found again from the parameters
+    return _rebuilt, (self._gtp_original, tuple(self._gtp_leaves)), state
+
+
+def _rebuilt(original: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    cls = _sharded_class(original, names)  # type: ignore[arg-type]
+    return cls.__new__(cls)
+
+
+def _setstate(self: Any, state: dict[str, Any]) -> None:
+    self._gtp_original.__setstate__(self, state)
+    _refresh(self)
+
+
+def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """What `.to`, `.cuda`, `.half`, `to_empty` come down to: children, plain parameters and buffers, then ours."""
+    placed = {name: self._parameters[name] for name in self._gtp_leaves}
+    try:
+        self._parameters.update(dict.fromkeys(placed))
+        self._gtp_original._apply(self, fn, recurse)
+    finally:
+        self._parameters.update(placed)
+    for name, param in placed.items():
+        self._parameters[name] = renewed(param, fn)
+    _refresh(self)
+    return self
+
+
+def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+    from gtp_compile.unsharding import save_pretrained  # which knows the modules of this file
+
+    return save_pretrained(self, functools.partial(self._gtp_original.save_pretrained, self), *args, **kwargs)
+
+
+def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
+    """Assignment to a placed weight (also by `load_state_dict(assign=True)`) writes the values into the shard."""
+    leaf = self._gtp_leaves.get(name)
+    if leaf is None or param is self._parameters[name]:
+        self._gtp_original.register_parameter(self, name, param)
+        return
+    if param is None or param.shape != leaf.registered.shape:
+        got = None if param is None else tuple(param.shape)
+        raise ValueError(
+            f"{leaf.fqn}: is a sharded parameter of shape {tuple(leaf.registered.shape)}, and can't be replaced by "
+            f"{got}; change the module before gtp_compile.shard"
+        )
+    if leaf.is_meta:
+        self._parameters[name] = renewed(leaf.registered, lambda t: torch.empty_like(t, device=param.device))
+        _refresh(self)
+    with torch.no_grad():
+        self._parameters[name].copy_(param)
