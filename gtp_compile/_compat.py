@@ -21,6 +21,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
+from torch.optim.optimizer import _foreach_supported_types
 
 __all__ = [
     "CustomPartitionerFn",
@@ -37,6 +38,8 @@ __all__ = [
     "make_boxed_func",
     "mark_static",
     "min_cut_rematerialization_partition",
+    "named_group",
+    "take_for_foreach",
     "trace_artifact",
     "uncached",
     "will_accumulate",
@@ -87,11 +90,21 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def named_group(name: str) -> dist.ProcessGroup:
+    """The process group of a name, as functional collectives find it."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
 def fake_store() -> Any:
     """The store of a process group whose collectives do nothing; importing it registers the "fake" backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def take_for_foreach(cls: type) -> None:
+    """Let stock optimizers choose their multi-tensor kernels for parameters of this class, as for a DTensor's."""
+    _foreach_supported_types.append(cls)
 
 
 def trace_artifact(name: str, text: str) -> None:

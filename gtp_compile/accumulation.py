@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 if TYPE_CHECKING:
     from gtp_compile.parameters import ComputeLeaf, ShardedParameter
 
-__all__ = ["alias", "collect", "deliver", "like", "local_of", "prepare_accumulation"]
+__all__ = ["alias", "collect", "deliver", "fold", "like", "local_of", "prepare_accumulation"]
 
 
 def prepare_accumulation(leaf: ComputeLeaf) -> None:
@@ -27,17 +27,18 @@ def prepare_accumulation(leaf: ComputeLeaf) -> None:
     if main_grad.dtype != param.dtype:
         if leaf._aliased is not None:  # an optimizer would go on reading the one before
             param.grad, leaf._aliased = None, None
+        fold(param)
         return
     if leaf._aliased is not main_grad:
         known = [t.data_ptr() for t in (leaf._aliased, main_grad) if t is not None]
         if param.grad is not None and local_of(param.grad).data_ptr() not in known:
-            main_grad.add_(local_of(param.grad))  # it came to the parameter itself, past the graphs
+            main_grad.add_(_grad_part(param))  # it came to the parameter itself, past the graphs
         alias(leaf, main_grad)
     elif param.grad is None:
         main_grad.zero_()
         alias(leaf, main_grad)
     elif local_of(param.grad).data_ptr() != main_grad.data_ptr():
-        main_grad.copy_(local_of(param.grad))
+        main_grad.copy_(_grad_part(param))
         alias(leaf, main_grad)
 
 
@@ -54,11 +55,30 @@ def local_of(t: Tensor) -> Tensor:
     return part
 
 
+def _grad_part(param: Any) -> Tensor:
+    """This rank's part of `.grad`, which DTensor's own operators may have placed otherwise than the parameter."""
+    grad = param.grad
+    if isinstance(grad, DTensor) and tuple(grad.placements) != tuple(param.placements):
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return local_of(grad)
+
+
 def like(param: ShardedParameter, local: Tensor) -> DTensor:
     """`local` as a DTensor placed as `param` is, over the same memory."""
     return DTensor.from_local(
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
+
+
+@torch.no_grad()
+def fold(param: Any) -> None:
+    """Post-accumulate hook of a registered parameter: a gradient that came to the parameter itself (a penalty on its
+    values) belongs into main_grad, also where `.grad` can't lie over its memory.
+    """
+    main_grad = param.leaf.main_grad
+    if main_grad is not None and main_grad.dtype != param.dtype and param.grad is not None:
+        main_grad.add_(_grad_part(param))
+        param.grad = None
 
 
 def collect(leaf: ComputeLeaf) -> None:
@@ -85,4 +105,4 @@ def deliver(leaf: ComputeLeaf, reduced: Tensor) -> None:
     elif param.grad is None:
         param.grad = like(param, reduced.to(param.dtype))
     else:
-        local_of(param.grad).add_(reduced)
+        param.grad = like(param, _grad_part(param).add_(reduced))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import sys
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gtp_compile._compat import default_store
 
-__all__ = ["Meeting"]
+__all__ = ["Meeting", "is_forward"]
 
 
 class Meeting:
@@ -28,10 +32,11 @@ class Meeting:
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.timeout = timedelta(seconds=60)
         self._ranks = ranks
+        self._name = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         self._job: Any = None  # the store that the count is of; another one after the process group was made anew
         self._store: Any = None
         self._count = 0
-        self._left = ""
+        self._left: list[str] = []
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Meeting | None:
@@ -39,6 +44,15 @@ class Meeting:
         if mesh.size() == 1 or dist.get_backend(mesh.get_group(0)) == "fake":
             return None
         return _meeting(tuple(sorted(mesh.mesh.flatten().tolist())))
+
+    def wait_once(self, fqn: str) -> None:
+        """`wait`, but once for all weights below one outermost `forward` of a sharded model."""
+        frame = _outermost_forward()
+        if frame is None:
+            self.wait(fqn)
+        elif _MET not in frame.f_locals:
+            self.wait(fqn)
+            frame.f_locals[_MET] = True  # lives as long as the call does
 
     def wait(self, fqn: str, what: str = "a forward without gradients") -> None:
         """Return when all ranks are here, for the same weight.
@@ -48,27 +62,52 @@ class Meeting:
         """
         if self._job is not (job := default_store()):
             # A connection of its own: who waits on the job's keeps others from it.
-            self._job, self._store, self._count, self._left = job, job.clone(), 0, ""
-        keys = {rank: self._key(self._count, fqn, rank) for rank in self._ranks}
-        mine = keys[dist.get_rank()]
+            self._job, self._store, self._count, self._left = job, job.clone(), 0, []
+        prefix = f"gtp_compile/{self._name}/{self._count}/{fqn}/"
+        mine, arrived, all_here = f"{prefix}{dist.get_rank()}", f"{prefix}arrived", f"{prefix}all"
         self._store.set(mine, "")
+        if self._store.add(arrived, 1) == len(self._ranks):
+            self._store.set(all_here, "")
         try:
-            self._store.wait(list(keys.values()), self.timeout)
+            self._store.wait([all_here], self.timeout)
         except RuntimeError as error:
-            absent = [rank for rank, key in keys.items() if not self._store.check([key])]
+            absent = [rank for rank in self._ranks if not self._store.check([f"{prefix}{rank}"])]
+            self._store.add(arrived, -1)
             self._store.delete_key(mine)
             raise RuntimeError(
                 f"{fqn}: {what} needs all ranks of the sharded model, and rank(s) {absent} did not come in "
                 f"{self.timeout.total_seconds():.0f} s. Call it on every rank; or, to evaluate on one, let all ranks "
                 "enter `with gtp_compile.unsharded(model)`, inside which each can do what it wants"
             ) from error
-        if self._left:  # everybody who is here has left the one before
-            self._store.delete_key(self._left)
-        self._left = mine
+        for key in self._left:  # everybody who is here has left the one before
+            self._store.delete_key(key)
+        self._left = [mine, arrived, all_here] if dist.get_rank() == self._ranks[0] else [mine]
         self._count += 1
 
-    def _key(self, count: int, fqn: str, rank: int) -> str:
-        return f"gtp_compile/{self._ranks[0]}-{self._ranks[-1]}x{len(self._ranks)}/{count}/{fqn}/{rank}"
+
+_MET = "<gtp_compile: the ranks have met>"
+
+
+def _outermost_forward() -> FrameType | None:
+    """The outermost caller that is the `forward` of a module of a sharded model."""
+    found, frame = None, sys._getframe(1)
+    while frame is not None:
+        if is_forward(frame):
+            found = frame
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def is_forward(frame: FrameType, tree: Any = None) -> bool:
+    """Whether a frame is the `forward` of a module of a sharded model (of `tree`, if given), or its rest behind a
+    graph break.
+    """
+    name = frame.f_code.co_name
+    if not (name == "forward" or name.startswith("torch_dynamo_resume_in_forward")) or not frame.f_code.co_argcount:
+        return False
+    first = frame.f_locals.get(frame.f_code.co_varnames[0])
+    found = first.__dict__.get("_gtp_tree") if isinstance(first, nn.Module) else None
+    return found is not None and tree in (None, found)
 
 
 @functools.cache

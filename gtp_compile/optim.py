@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gtp_compile._compat import take_for_foreach
 from gtp_compile.parameters import ShardedParameter, like, local_of
 
-__all__ = ["MainGradOptimizer", "refuse_stock_optimizers"]
+__all__ = ["MainGradOptimizer", "watch_optimizers"]
 
 
 class MainGradOptimizer(Optimizer):
@@ -38,11 +39,18 @@ class MainGradOptimizer(Optimizer):
         groups = list(params)
         if groups and not isinstance(groups[0], dict):
             groups = [{"params": groups}]
-        masters = [{**g, "params": [self._master(p) for p in g["params"]]} for g in groups]
-        self.inner = optim_class(masters, **kwargs)
-        super().__init__(masters, self.inner.defaults)
-        # One list and one state for both: schedulers and checkpoints see what the inner optimizer uses.
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.inner = optim_class([self._over_masters(g) for g in groups], **kwargs)
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        self.state = self.inner.state
+
+    def _over_masters(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A parameter group, its narrow parameters replaced by their masters; `(name, parameter)` pairs may stand in
+        it, as for any optimizer.
+        """
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        masters = [(p[0], self._master(p[1])) if isinstance(p, tuple) else self._master(p) for p in params]
+        return {**group, "params": masters}
 
     def _master(self, param: Tensor) -> Tensor:
         if not is_narrow(param):
@@ -53,17 +61,43 @@ class MainGradOptimizer(Optimizer):
         self._pairs.append((param, master))
         return master
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's, over the masters, each with its parameter's main_grad as `.grad`: what schedulers,
+        gradient scalers and norms look at.
+        """
+        self.attach_grads()
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of any optimizer."""
+        self.inner.add_param_group(self._over_masters(param_group))
+
     def main_params(self) -> list[Tensor]:
         """What is trained: masters, and parameters that need none. For `clip_grad_norm_`, after `attach_grads`."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def attach_grads(self) -> None:
-        """Let each master's `.grad` be its parameter's main_grad (the same memory)."""
+        """Let each master's `.grad` be its parameter's main_grad (the same memory); none where it is frozen."""
         for param, master in self._pairs:
-            if param.main_grad is not None and (
-                master.grad is None or local_of(master.grad).data_ptr() != param.main_grad.data_ptr()
-            ):
-                master.grad = like(param, param.main_grad)
+            main_grad = param.main_grad
+            if not param.requires_grad:
+                master.grad = None
+            elif main_grad is None:  # taken away since: gradients come as `.grad`
+                master.grad = None if param.grad is None else like(param, local_of(param.grad).to(master.dtype))
+            elif master.grad is None or local_of(master.grad).data_ptr() != main_grad.data_ptr():
+                master.grad = like(param, main_grad)
+
+    @torch.no_grad()
+    def _take_new_values(self) -> None:
+        """Where a shard is not its rounded master any more, somebody wrote to it: a checkpoint, an init."""
+        for param, master in self._pairs:
+            shard, local = param.leaf.detach(), local_of(master)
+            local.copy_(torch.where(shard == local.to(shard.dtype), local, shard.to(local.dtype)))
 
     def clip_grad_norm_(self, max_norm: float, **kwargs: Any) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over what is trained."""
@@ -72,6 +106,7 @@ class MainGradOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step on the main_grads; then the shards become the masters, rounded."""
+        self._take_new_values()
         self.attach_grads()
         loss = self.inner.step(closure)  # type: ignore[arg-type]
         with torch.no_grad():
@@ -102,7 +137,7 @@ class MainGradOptimizer(Optimizer):
         if len(masters) != len(self._pairs):
             raise ValueError(f"{len(self._pairs)} masters expected, the state has {len(masters)}")
         self.inner.load_state_dict(state)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.state = self.inner.state
         with torch.no_grad():
             for (param, master), saved in zip(self._pairs, masters, strict=True):
                 local_of(master).copy_(local_of(saved))
@@ -116,21 +151,27 @@ def is_narrow(param: Any) -> bool:
 
 
 @functools.cache
-def refuse_stock_optimizers() -> None:
-    """From now on a stock optimizer that would skip such a parameter in silence (`.grad` is None) raises."""
+def watch_optimizers() -> None:
+    """From now on an optimizer that would skip a parameter in silence raises instead."""
     register_optimizer_step_pre_hook(_refuse)
+    take_for_foreach(ShardedParameter)
 
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if is_narrow(param) and param.grad is None:
-                stock, main_grad = type(optimizer).__name__, param.main_grad
-                raise RuntimeError(
-                    f"{param.leaf.fqn}: is {param.dtype}, its gradient is in its {main_grad.dtype} main_grad, "
-                    f"and {stock} would skip it. Wrap the optimizer: gtp_compile.MainGradOptimizer("
-                    f"model.parameters(), torch.optim.{stock}, ...); or keep the shards in float32: "
-                    "gtp_compile.shard(model.float(), mesh, param_dtype=torch.bfloat16)"
-                )
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    name = type(optimizer).__name__
+    for param in params:
+        replaced = getattr(param, "_gtp_replaced", None)
+        if replaced is not None:
+            raise RuntimeError(
+                f"{replaced}: {name} holds the parameter that gtp_compile.shard replaced; make the optimizer behind "
+                "shard, from model.parameters()"
+            )
+        is_stock = type(optimizer).__module__.startswith("torch.optim")
+        if is_stock and is_narrow(param) and param.requires_grad and param.grad is None:
+            raise RuntimeError(
+                f"{param.leaf.fqn}: is {param.dtype}, its gradient is in its {param.main_grad.dtype} main_grad, and "
+                f"{name} would skip it. Wrap the optimizer: gtp_compile.MainGradOptimizer(model.parameters(), "
+                f"torch.optim.{name}, ...); or keep the shards in float32: "
+                "gtp_compile.shard(model.float(), mesh, param_dtype=torch.bfloat16)"
+            )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from gtp_compile._compat import mark_static
-from gtp_compile.accumulation import alias, collect, deliver, like, local_of, prepare_accumulation
+from gtp_compile.accumulation import alias, collect, deliver, fold, like, local_of, prepare_accumulation
 from gtp_compile.meeting import Meeting
 from gtp_compile.passes.anchors import materialize
 from gtp_compile.passes.collective_ops import Layout, emit_reduce, emit_stack
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ComputeLeaf",
     "ShardedParameter",
+    "attach_main_grad",
+    "check_conversion",
     "check_main_grad_dtype",
     "like",
     "local_of",
@@ -45,6 +47,7 @@ __all__ = [
     "pair",
     "prepare_accumulation",
     "renewed",
+    "take_attributes",
 ]
 
 
@@ -57,8 +60,9 @@ class ComputeLeaf(nn.Parameter):
         shard_rank: this rank's number in the group that holds the shards (0 where replicated).
         param_dtype: dtype in which the weight is gathered and computed with.
         main_grad: accumulator of the local shape, or None.
+        main_grad_dtype: of the accumulator that it gets when it, or its group, is first trained; None: it has had its.
         group: the leaves of the weight group, leader first (a group of one but for discrete grouped weights).
-        meeting: on the first weight of a model: where ranks meet before a forward without gradients.
+        meeting: where ranks meet before a forward without gradients.
         holders: the modules that registered the parameter, and under which names.
         replacement: the pair that a conversion of the module put in this one's place.
         eager_uses: how many gradients arrived outside compiled graphs.
@@ -71,6 +75,7 @@ class ComputeLeaf(nn.Parameter):
     param_dtype: torch.dtype
     shard_rank: int
     main_grad: Tensor | None
+    main_grad_dtype: torch.dtype | None
     group: tuple[ComputeLeaf, ...]
     eager_uses: int
     recorder: Any  # called by gtp::record (verify)
@@ -90,13 +95,11 @@ class ComputeLeaf(nn.Parameter):
         return param
 
     def check_use(self) -> None:
-        """Refuse a use that would read the wrong tensor, or wait for ranks that are not there.
+        """Refuse a use that would read the wrong tensor.
 
         Raises:
-            RuntimeError: a module holds another tensor in the parameter's place; or a rank evaluates alone.
+            RuntimeError: a module holds another tensor in the parameter's place.
         """
-        if self.meeting is not None and not torch.is_grad_enabled():
-            self.meeting.wait(self.fqn)
         for module_ref, name in self.holders:
             module = module_ref()
             held: Any = None if module is None else module._parameters.get(name)
@@ -105,6 +108,15 @@ class ComputeLeaf(nn.Parameter):
                     f"{self.fqn}: another tensor stands in its place (functional_call?), but a sharded weight is "
                     "gathered from its own shard; write the values into the parameter instead"
                 )
+
+    def meet(self) -> None:
+        """Before a forward without gradients: see that all ranks are there.
+
+        Raises:
+            RuntimeError: a rank evaluates alone.
+        """
+        if self.meeting is not None and not torch.is_grad_enabled():
+            self.meeting.wait_once(self.fqn)
 
     # The protocol (weights.DistributedWeight), for code that works with weights instead of graphs.
 
@@ -174,9 +186,14 @@ class ShardedParameter(WholeValues):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         torch._C.TensorBase.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
-        self.leaf.requires_grad = value
-        if value and not self.leaf._post_accumulate_grad_hooks:  # a hook needs a leaf that requires grad
-            self.leaf.register_post_accumulate_grad_hook(collect)
+        leaf = self.leaf
+        leaf.requires_grad = value
+        if value:
+            for member in leaf.group:  # the leader's speaks for all, also where it is frozen
+                attach_main_grad(member)
+        if value and not leaf._post_accumulate_grad_hooks:  # a hook needs a leaf that requires grad
+            leaf.register_post_accumulate_grad_hook(collect)
+            self.register_post_accumulate_grad_hook(fold)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
         self.requires_grad = requires_grad
@@ -206,7 +223,7 @@ class ShardedParameter(WholeValues):
         leaf = self.leaf
         # As for any parameter, gradients aren't saved: the accumulator starts from zero.
         main_grad = None if leaf.main_grad is None else torch.empty_like(leaf.main_grad, device="meta")
-        facts = (leaf.fqn, leaf.mesh_layout, leaf.param_dtype, self.requires_grad, leaf.meeting is not None)
+        facts = (leaf.fqn, leaf.mesh_layout, leaf.param_dtype, self.requires_grad, leaf.main_grad_dtype)
         return _unpickled, (self.detach(), facts, main_grad), None
 
     def register_hook(self, hook: Any) -> Any:
@@ -214,6 +231,13 @@ class ShardedParameter(WholeValues):
             f"{self.leaf.fqn}: the gradient of a sharded parameter goes to main_grad inside the backward, past tensor "
             "hooks; use register_post_accumulate_grad_hook, which fires when main_grad is final"
         )
+
+
+def attach_main_grad(leaf: ComputeLeaf) -> None:
+    """Give a weight that is going to be trained the accumulator that `shard` promised; once: None may be wanted."""
+    dtype, leaf.main_grad_dtype = leaf.main_grad_dtype, None
+    if dtype is not None and leaf.main_grad is None:
+        leaf.registered.main_grad = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
 
 
 def pair(
@@ -237,12 +261,12 @@ def pair(
     param.__class__ = ShardedParameter
     leaf = torch.Tensor._make_subclass(ComputeLeaf, param.to_local().detach(), False)
     leaf.fqn, leaf.mesh_layout, leaf.shard_rank, leaf.param_dtype = fqn, layout, shard_rank, param_dtype
-    leaf.main_grad = None if main_grad_dtype is None else torch.zeros_like(local, dtype=main_grad_dtype)
+    leaf.main_grad, leaf.main_grad_dtype = None, main_grad_dtype
     leaf.group, leaf.eager_uses, leaf.rounding_reported = (leaf,), 0, False
-    leaf.recorder, leaf.emit, leaf.replacement, leaf.meeting, leaf.holders = None, None, None, None, set()
+    leaf.recorder, leaf.emit, leaf.replacement, leaf.holders = None, None, None, set()
+    leaf.meeting = Meeting.of(mesh)
     leaf._registered, leaf._aliased = weakref.ref(param), None
     _fix_sizes(leaf)
-    _fix_sizes(leaf.main_grad)
     param.leaf = leaf
     param.requires_grad = requires_grad
     # A gradient that is already in main_grad's dtype must not be rounded to the leaf's on its way.
@@ -271,7 +295,8 @@ def _another(param: ShardedParameter, local: Tensor) -> ShardedParameter:
         param_dtype=leaf.param_dtype,
         main_grad_dtype=None,
     )
-    new.leaf.meeting = leaf.meeting
+    take_attributes(new, param)
+    new.leaf.main_grad_dtype = leaf.main_grad_dtype
     if leaf.main_grad is not None:
         aliased = leaf._aliased is leaf.main_grad
         dropped = aliased and grad is None  # zero_grad: the next step would start from zero
@@ -286,25 +311,43 @@ def _another(param: ShardedParameter, local: Tensor) -> ShardedParameter:
     return new
 
 
-def renewed(param: ShardedParameter, fn: Callable[[Tensor], Tensor]) -> ShardedParameter:
-    """`param` after a conversion of the module that holds it (`Module._apply`): itself, or a pair over other memory.
+def take_attributes(new: ShardedParameter, old: nn.Parameter) -> None:
+    """What the user hung on a parameter: attributes, and hooks that wait for its gradient."""
+    for name, value in vars(old).items():
+        if name not in vars(new):
+            setattr(new, name, value)
+    hooks = [hook for hook in (old._post_accumulate_grad_hooks or {}).values() if hook is not fold]
+    is_trained = new.requires_grad
+    new.requires_grad = is_trained or bool(hooks)  # else no hook may be registered
+    for hook in hooks:
+        new.register_post_accumulate_grad_hook(hook)
+    new.requires_grad = is_trained
+
+
+def check_conversion(leaf: ComputeLeaf, fn: Callable[[Tensor], Tensor]) -> None:
+    """Refuse a conversion of a module (`Module._apply`) that its shard can't follow.
 
     Raises:
         TypeError: the conversion changes the dtype: the shards are the masters of what is trained.
         ValueError: it goes to another kind of device than the mesh's.
     """
+    to = fn(torch.empty(0, dtype=leaf.dtype, device=leaf.device))
+    if to.dtype != leaf.dtype:
+        raise TypeError(
+            f"{leaf.fqn}: its shard is {leaf.dtype}, and stays so (it is what the optimizer trains); to compute in "
+            f"{to.dtype}, give it to gtp_compile.shard as param_dtype, or convert the model before"
+        )
+    device = leaf.registered.device_mesh.device_type
+    if to.device.type not in (device, "meta"):
+        raise ValueError(f"{leaf.fqn}: lives on a mesh of {device} devices, can't move to {to.device}")
+
+
+def renewed(param: ShardedParameter, fn: Callable[[Tensor], Tensor]) -> ShardedParameter:
+    """`param` after a conversion of the module that holds it: itself, or a pair over other memory."""
     leaf = param.leaf
     if leaf.replacement is not None:  # tied: another module's conversion came first
         return leaf.replacement
     local = fn(leaf.detach())
-    if local.dtype != leaf.dtype:
-        raise TypeError(
-            f"{leaf.fqn}: its shard is {leaf.dtype}, and stays so (it is what the optimizer trains); to compute in "
-            f"{local.dtype}, give it to gtp_compile.shard as param_dtype, or convert the model before"
-        )
-    device = param.device_mesh.device_type
-    if local.device.type not in (device, "meta"):
-        raise ValueError(f"{leaf.fqn}: lives on a mesh of {device} devices, can't move to {local.device}")
     if local.device == leaf.device and (local.is_meta or local.data_ptr() == leaf.data_ptr()):
         return param
     leaf.replacement = _another(param, local.detach().contiguous())
@@ -312,7 +355,7 @@ def renewed(param: ShardedParameter, fn: Callable[[Tensor], Tensor]) -> ShardedP
 
 
 def _unpickled(dtensor: DTensor, facts: tuple[Any, ...], main_grad: Tensor | None) -> ShardedParameter:
-    fqn, layout, param_dtype, requires_grad, meets = facts
+    fqn, layout, param_dtype, requires_grad, main_grad_dtype = facts
     mesh = dtensor.device_mesh
     axes = [a for a, p in enumerate(dtensor.placements) if isinstance(p, Shard)]
     order = axes + [a for a in range(mesh.ndim) if a not in axes]
@@ -330,7 +373,7 @@ def _unpickled(dtensor: DTensor, facts: tuple[Any, ...], main_grad: Tensor | Non
         main_grad_dtype=None,
     )
     new.main_grad = None if main_grad is None else torch.zeros_like(main_grad, device=new.leaf.device)
-    new.leaf.meeting = Meeting.of(mesh) if meets else None
+    new.leaf.main_grad_dtype = main_grad_dtype
     return new
 
 

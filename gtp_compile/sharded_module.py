@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from gtp_compile.grouped_linear import GroupedLinear
-from gtp_compile.parameters import ComputeLeaf, ShardedParameter, materialize_leaves, renewed
+from gtp_compile.meeting import is_forward
+from gtp_compile.parameters import (
+    ComputeLeaf,
+    ShardedParameter,
+    attach_main_grad,
+    check_conversion,
+    materialize_leaves,
+    renewed,
+)
 
 __all__ = ["Tree", "leaves_in", "take_over"]
 
@@ -30,14 +38,9 @@ class Tree:
         A flag set around forward would not do: Dynamo may run a wrapper compiled and the forward in it not.
         """
         frame = sys._getframe(2)
-        while frame is not None:
-            name = frame.f_code.co_name
-            if (name == "forward" or name.startswith("torch_dynamo_resume_in_forward")) and frame.f_code.co_argcount:
-                first = frame.f_locals.get(frame.f_code.co_varnames[0])
-                if isinstance(first, nn.Module) and first.__dict__.get("_gtp_tree") is self:
-                    return True
+        while frame is not None and not is_forward(frame, self):
             frame = frame.f_back  # type: ignore[assignment]
-        return False
+        return frame is not None
 
 
 def leaves_in(module: nn.Module) -> dict[str, ComputeLeaf]:
@@ -46,11 +49,11 @@ def leaves_in(module: nn.Module) -> dict[str, ComputeLeaf]:
     return {name: p.leaf for name, p in params if isinstance(p, ShardedParameter)}
 
 
-def take_over(module: nn.Module, tree: Tree) -> None:
+def take_over(module: nn.Module, tree: Tree, is_root: bool) -> None:
     """Make `module` a part of a sharded model: its placed parameters are handed out through getters."""
     module.__dict__["_gtp_tree"] = tree
     leaves = leaves_in(module)
-    if leaves or hasattr(type(module), "save_pretrained"):
+    if leaves or is_root or hasattr(type(module), "save_pretrained"):
         module.__class__ = _sharded_class(type(module), tuple(leaves))  # type: ignore[arg-type]
         _refresh(module)
 
@@ -67,42 +70,53 @@ def _refresh(module: nn.Module) -> None:
             if len(members) == len(names) and len({m.mesh_layout for m in members}) == 1:
                 for member in members:
                     member.group = members
+                    if any(m.requires_grad for m in members):
+                        attach_main_grad(member)
 
 
 @functools.cache
 def _sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     body: dict[str, Any] = {name: property(_getter(name)) for name in names}
     body.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
-    body.update(_gtp_original=cls, register_parameter=_register_parameter)
-    body.update(__reduce_ex__=_reduce, __setstate__=_setstate, _apply=_apply)
+    body.update(_gtp_original=cls, register_parameter=_register_parameter, zero_grad=_zero_grad)
+    body.update(__new__=_new, __reduce_ex__=_reduce, __setstate__=_setstate, __delattr__=_delattr, _apply=_apply)
     if hasattr(cls, "save_pretrained"):
         body.update(save_pretrained=_save_pretrained)
     return type(cls.__name__, (cls,), body)
+
+
+def _new(cls: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    """`type(module)(...)` makes a module that is not sharded."""
+    return cls._gtp_original(*args, **kwargs)
 
 
 def _getter(name: str) -> Callable[[nn.Module], Tensor]:
     def get(self: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return materialize_leaves((self._gtp_leaves[name],))
-        param = self._parameters[name]
+        param = self._parameters.get(name)
+        if param is None:
+            raise AttributeError(f"{self._gtp_leaves[name].fqn}: was taken out of its module after gtp_compile.shard")
         if not self._gtp_tree.is_running():
             return param
         leaf = self._gtp_leaves[name]
         leaf.check_use()
+        leaf.meet()
         return materialize_leaves((leaf,))
 
     return get
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """Pickle, or deepcopy: the original class by its name, and everything the module holds."""
-    state = {k: v for k, v in self.__dict__.items() if k != "_gtp_leaves"}  # found again from the parameters
+    """Pickle, or deepcopy: the original class by its name, and everything the module hands out."""
+    state = self._gtp_original.__getstate__(self)
+    if isinstance(state, dict):
+        state = {k: v for k, v in state.items() if k != "_gtp_leaves"}  # found again from the parameters
     return _rebuilt, (self._gtp_original, tuple(self._gtp_leaves)), state
 
 
 def _rebuilt(original: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    cls = _sharded_class(original, names)  # type: ignore[arg-type]
-    return cls.__new__(cls)
+    return original.__new__(_sharded_class(original, names))  # type: ignore[arg-type]
 
 
 def _setstate(self: Any, state: dict[str, Any]) -> None:
@@ -112,6 +126,9 @@ def _setstate(self: Any, state: dict[str, Any]) -> None:
 
 def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """What `.to`, `.cuda`, `.half`, `to_empty` come down to: children, plain parameters and buffers, then ours."""
+    for module in self.modules() if recurse else [self]:
+        for leaf in leaves_in(module).values():
+            check_conversion(leaf, fn)  # before anything is converted
     placed = {name: self._parameters[name] for name in self._gtp_leaves}
     try:
         self._parameters.update(dict.fromkeys(placed))
@@ -124,6 +141,23 @@ def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> n
     return self
 
 
+def _zero_grad(self: Any, set_to_none: bool = True) -> None:
+    self._gtp_original.zero_grad(self, set_to_none)
+    for param in self.parameters():
+        # Where `.grad` can't lie over main_grad, dropping it says nothing to the next step.
+        if isinstance(param, ShardedParameter) and param.main_grad is not None and param.main_grad.dtype != param.dtype:
+            param.main_grad.zero_()
+
+
+def _delattr(self: Any, name: str) -> None:
+    if name in self._gtp_leaves:
+        raise AttributeError(
+            f"{self._gtp_leaves[name].fqn}: is a sharded parameter, and can't be taken out of its module; change the "
+            "module before gtp_compile.shard"
+        )
+    self._gtp_original.__delattr__(self, name)
+
+
 def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     from gtp_compile.unsharding import save_pretrained  # which knows the modules of this file
 
@@ -133,7 +167,7 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
     """Assignment to a placed weight (also by `load_state_dict(assign=True)`) writes the values into the shard."""
     leaf = self._gtp_leaves.get(name)
-    if leaf is None or param is self._parameters[name]:
+    if leaf is None or param is self._parameters.get(name):
         self._gtp_original.register_parameter(self, name, param)
         return
     if param is None or param.shape != leaf.registered.shape:
@@ -141,6 +175,11 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
         raise ValueError(
             f"{leaf.fqn}: is a sharded parameter of shape {tuple(leaf.registered.shape)}, and can't be replaced by "
             f"{got}; change the module before gtp_compile.shard"
+        )
+    if isinstance(param, ShardedParameter):
+        raise ValueError(
+            f"{leaf.fqn}: can't become {param.leaf.fqn}, another sharded parameter; tie weights before "
+            "gtp_compile.shard, or copy_ the values"
         )
     if leaf.is_meta:
         self._parameters[name] = renewed(leaf.registered, lambda t: torch.empty_like(t, device=param.device))

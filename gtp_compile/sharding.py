@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from gtp_compile.grouped_linear import GroupedLinear
-from gtp_compile.meeting import Meeting
-from gtp_compile.optim import is_narrow, refuse_stock_optimizers
-from gtp_compile.parameters import ComputeLeaf, ShardedParameter, check_main_grad_dtype, pair
+from gtp_compile.optim import watch_optimizers
+from gtp_compile.parameters import ComputeLeaf, ShardedParameter, check_main_grad_dtype, pair, take_attributes
 from gtp_compile.passes.collective_ops import REPLICATED, Layout
 from gtp_compile.sharded_module import Tree, leaves_in, take_over
 
@@ -85,8 +83,7 @@ def shard(
             over ranks. None attaches none.
         reduce_op: "avg" (a loss averaged over each rank's batch) or "sum" (a loss summed over all tokens).
         src_data_rank: rank (position in the flattened mesh) whose parameters and buffers everybody gets. None:
-            nothing travels, but a hash
-            of the values is compared across ranks.
+            nothing travels, but a hash of the values is compared across ranks.
 
     Raises:
         ValueError: a placement that can't be made; the message names the parameter and the way out.
@@ -118,6 +115,8 @@ def shard(
             param_dtype=param_dtype or param.dtype,
             main_grad_dtype=main_grad_dtype,
         )
+        take_attributes(made[id(param)], param)
+        param._gtp_replaced = place.fqn  # type: ignore[attr-defined]  # who still holds it is told so
         for module, name in place.holders:
             module._parameters[name] = made[id(param)]  # type: ignore[assignment]
     if src_data_rank is not None:
@@ -128,10 +127,7 @@ def shard(
     # DistributedDataParallel around the model leaves ours alone: we reduce them.
     names = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *_placed_names(model)]
     model._ddp_params_and_buffers_to_ignore = list(dict.fromkeys(names))  # type: ignore[assignment]
-    for first in itertools.islice(made.values(), 1):
-        first.leaf.meeting = Meeting.of(mesh)
-    if any(is_narrow(p) for p in made.values()):
-        refuse_stock_optimizers()
+    watch_optimizers()
     return model
 
 
@@ -207,6 +203,8 @@ def _placement(place: _Place, shard_fn: ShardFn, mesh: DeviceMesh) -> tuple[Shar
 
 def _check_placeable(place: _Place) -> None:
     fqn, param = place.fqn, place.param
+    if param.grad is not None:
+        raise ValueError(f"{fqn}: has a gradient, which would be lost; call zero_grad() before gtp_compile.shard")
     if not param.is_floating_point():
         raise ValueError(f"{fqn}: only floating-point parameters are placed, this one is {param.dtype}; return None")
     if isinstance(place.module, nn.RNNBase):
@@ -335,7 +333,7 @@ def _digest(t: Tensor) -> str:
 def _swap_classes(model: nn.Module) -> None:
     tree = Tree()
     for module in model.modules():
-        take_over(module, tree)
+        take_over(module, tree, module is model)
         if isinstance(module, GroupedLinear):
             _report_plain_leaders(module)
 

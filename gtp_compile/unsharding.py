@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from gtp_compile._compat import is_first_rank
 from gtp_compile.parameters import ComputeLeaf
 from gtp_compile.passes.collective_ops import emit_gather
 from gtp_compile.passes.emit import RunEmit
@@ -44,22 +46,26 @@ def unsharded(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator
 
 def save_pretrained(model: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Hugging Face's `save_pretrained` of a sharded model (collective): whole weights in the parameters' own dtype,
-    written by the job's first rank unless `is_main_process` says otherwise. A `state_dict` of the caller's is taken as
-    it is.
+    written by the mesh's first rank unless `is_main_process` says otherwise. A `state_dict` of the caller's is taken
+    as it is.
     """
-    if kwargs.get("state_dict") is not None:
+    given = inspect.signature(save).bind_partial(*args, **kwargs).arguments
+    if given.get("state_dict") is not None:
         return save(*args, **kwargs)
+    if "is_main_process" not in given:
+        meshes = [p.device_mesh for p in unwrap(model).parameters() if isinstance(p, DTensor)]
+        kwargs["is_main_process"] = not meshes or dist.get_rank() == int(meshes[0].mesh.min())
     with _unsharded(model, lambda leaf: leaf.dtype):
-        return save(*args, **{"is_main_process": is_first_rank(), **kwargs})
+        return save(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def _unsharded(model: nn.Module, dtype_of: Callable[[ComputeLeaf], torch.dtype]) -> Iterator[None]:
-    modules = [(m, type(m), placed) for m in unwrap(model).modules() if (placed := leaves_in(m))]
+    modules = [(m, type(m), leaves_in(m)) for m in unwrap(model).modules() if hasattr(type(m), "_gtp_original")]
     leaves = {id(leaf): leaf for _, _, found in modules for leaf in found.values()}
-    for leaf in leaves.values():
-        if leaf.meeting is not None:
-            leaf.meeting.wait(leaf.fqn, "entering unsharded()")
+    first = next(iter(leaves.values()), None)
+    if first is not None and first.meeting is not None:
+        first.meeting.wait(first.fqn, "entering unsharded()")
     registered = {key: leaf.registered for key, leaf in leaves.items()}  # the modules let go of them for a while
     full = {key: _whole(leaf, dtype_of(leaf)) for key, leaf in leaves.items()}
     checksums = {key: _checksum(p) for key, p in full.items()}
@@ -94,8 +100,9 @@ def _whole(leaf: ComputeLeaf, dtype: torch.dtype) -> nn.Parameter:
 @torch.no_grad()
 def _checksum(param: Tensor) -> Tensor:
     """A number that changes with the values: a version counter would miss what is written through `.data`."""
-    if param.is_meta:
+    if param.is_meta or param.numel() == 0:
         return torch.zeros((), dtype=torch.int64)
     bits = param.detach().contiguous().view(_BITS[param.element_size()])
-    rows = bits.reshape(bits.shape[0] if bits.ndim else 1, -1).sum(1, dtype=torch.int64)
-    return (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()
+    bits = bits.reshape(bits.shape[0] if bits.ndim else 1, -1)
+    sums = [bits.sum(dim, dtype=torch.int64) for dim in (0, 1)]
+    return sum((s * torch.arange(1, len(s) + 1, device=s.device)).sum() for s in sums)  # type: ignore[return-value]

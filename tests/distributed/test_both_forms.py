@@ -22,7 +22,18 @@ from dist_helpers import (
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from uneven import Uneven, UnevenTwin, along_out, loss, mesh_of, message, rows, start
+from uneven import (
+    Uneven,
+    UnevenTwin,
+    along_out,
+    expect_equal,
+    loss,
+    mesh_of,
+    message,
+    rows,
+    start,
+    whole_values,
+)
 
 import gtp_compile
 from gtp_compile import MainGradOptimizer
@@ -247,6 +258,138 @@ def test_autocast_over_a_float32_model(outside):
         for row in found["groups"]:
             assert row["matched"] and row["error"] < 1e-6, row
             assert {row["gemm_dtype"], row["wire_dtype"]} == {"float32"}, row
+
+
+# What else happens to narrow shards.
+
+
+def written(rank: int) -> None:
+    """Values that are loaded after the optimizer was made are what it goes on from."""
+    model, _ = narrow((2,))
+    optimizer = MainGradOptimizer(model.parameters(), torch.optim.SGD, lr=0.0)
+    loss(compiled(model)(*rows(rank))).backward()
+    state = {n: torch.full(p.shape, 5.0, dtype=BF16) for n, p in model.named_parameters()}
+    model.load_state_dict(state)
+    optimizer.step()
+    expect_equal("values", whole_values(model), state)
+    expect("masters", {float(m.full_tensor().mean()) for m in optimizer.main_params()}, {5.0})
+
+
+def test_values_written_behind_the_optimizers_back():
+    run_ranks(written, 2)
+
+
+def frozen(rank: int) -> None:
+    """A frozen weight is not decayed, and costs no accumulator; a stock optimizer takes it."""
+    torch.manual_seed(1)
+    model = Uneven().bfloat16()
+    model.few.weight.requires_grad_(False)
+    gtp_compile.shard(model, mesh_of(2), shard_fn=along_out)
+    expect("no accumulator", model.few.weight.main_grad, None)
+    before = model.few.weight.full_tensor().clone()
+    optimizer = MainGradOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(compiled(model)(*rows(rank))).backward()
+        model.one.weight.requires_grad_(False)  # in the middle of training
+        one = model.one.weight.full_tensor().clone()
+        optimizer.step()
+        expect("frozen later", torch.equal(model.one.weight.full_tensor(), one), True)
+    expect("frozen", torch.equal(model.few.weight.full_tensor(), before), True)
+    torch.optim.AdamW([model.few.weight], lr=1e-2).step()
+    model.few.weight.requires_grad_(True)
+    expect("an accumulator when it is trained", model.few.weight.main_grad.dtype, FP32)
+    model.few.weight.main_grad = None
+    model.few.weight.requires_grad_(True)
+    expect("None stays", model.few.weight.main_grad, None)
+
+
+def test_frozen_narrow_shards():
+    run_ranks(frozen, 2)
+
+
+def scaled_narrow(rank: int) -> None:
+    """fp16 shards: the scaler finds the float32 gradients, the first time too."""
+    torch.manual_seed(1)
+    model = Uneven().half()
+    gtp_compile.shard(model, mesh_of(2), shard_fn=along_out)
+    optimizer = MainGradOptimizer(model.parameters(), torch.optim.SGD, lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    step, (x, splits) = compiled(model), rows(rank)
+    for i in range(2):
+        optimizer.zero_grad()
+        scaler.scale(loss(step(x.half(), splits))).backward()
+        scaled = model.wide.weight.main_grad.clone()
+        if i == 1 and rank == 1:
+            model.wide.weight.main_grad[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        if i == 0:
+            expect("unscaled", torch.equal(model.wide.weight.main_grad, scaled / 8), True)
+        before = model.wide.weight.leaf.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        expect("stepped", torch.equal(model.wide.weight.leaf, before), i == 1)
+    expect("scale", scaler.get_scale(), 4.0)
+
+
+@pytest.mark.works("fp16 shards, `GradScaler` and `gtp.MainGradOptimizer`", "unscales the float32 gradients")
+def test_grad_scaler_with_main_grad_optimizer():
+    run_ranks(scaled_narrow, 2)
+
+
+def zeroed_by_the_model(rank: int) -> None:
+    """model.zero_grad() means the accumulators, too; a penalty on the weights themselves counts."""
+    model, _ = narrow((2,))
+    step = compiled(model)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        loss(step(*rows(rank))).backward()
+        found.append(model.wide.weight.main_grad.clone())
+    expect("the same twice", torch.equal(*found), True)
+    model.zero_grad()
+    (loss(step(*rows(rank))) + model.wide.weight.float().sum().full_tensor()).backward()
+    close("with a penalty", model.wide.weight.main_grad, found[0] + 1, 1e-6)
+    expect(".grad", model.wide.weight.grad, None)
+
+
+def test_zero_grad_and_penalties_on_narrow_shards():
+    run_ranks(zeroed_by_the_model, 2)
+
+
+def grouped_params(rank: int) -> None:
+    """named_parameters, and groups that are added later."""
+    model, _ = narrow((2,))
+    named = list(model.named_parameters())
+    optimizer = MainGradOptimizer(named[:2], torch.optim.SGD, lr=0.5)
+    optimizer.add_param_group({"params": named[2:], "lr": 0.25})
+    before = whole_values(model)
+    loss(compiled(model)(*rows(rank))).backward()
+    grads = {n: whole(p, p.main_grad) for n, p in named}
+    optimizer.step()
+    for i, (name, param) in enumerate(named):
+        want = before[name].double() - (0.5 if i < 2 else 0.25) * grads[name]
+        close(name, param.full_tensor().double(), want.to(BF16).double(), 1e-2)
+
+
+def test_named_parameters_and_added_groups():
+    run_ranks(grouped_params, 2)
+
+
+def without_accumulator(rank: int) -> None:
+    """main_grad taken away after the optimizer was made: it follows `.grad`."""
+    model, _ = narrow((2,))
+    optimizer = MainGradOptimizer(model.parameters(), torch.optim.SGD, lr=0.5)
+    param = model.wide.weight
+    param.main_grad = None
+    loss(compiled(model)(*rows(rank))).backward()
+    want = param.full_tensor().double() - 0.5 * whole(param, param.grad)
+    optimizer.step()
+    close("stepped", param.full_tensor().double(), want, 1e-2)
+
+
+def test_main_grad_taken_away():
+    run_ranks(without_accumulator, 2)
 
 
 # fp16 with a scaler.

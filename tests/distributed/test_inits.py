@@ -1,15 +1,17 @@
 """Initialising a sharded model: seeded as the whole one is; built on meta, then given memory and values."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from dist_helpers import BF16, expect, spy, world_mesh
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from uneven import (
     Uneven,
     UnevenTwin,
@@ -78,6 +80,91 @@ def test_seeded_init_is_the_full_init_cut_to_shards(name):
 @pytest.mark.parametrize("name", ["normal", "dirac"])
 def test_seeded_init_of_a_stack(name):
     run_ranks(initialised, WORLD, name, (3, 13, 16), 1)
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 16, padding_idx=7)
+
+
+def padded(rank: int) -> None:
+    """nn.Embedding zeroes a row of itself."""
+    torch.manual_seed(0)
+    want = Lookup()
+    with torch.device("meta"):
+        model = Lookup()
+    gtp_compile.shard(model, world_mesh(), shard_fn=along_out).to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.embedding.reset_parameters()
+    expect_equal("values", whole_values(model), dict(want.named_parameters()))
+
+
+def test_an_embeddings_padding_row():
+    run_ranks(padded, WORLD)
+
+
+ROWS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda w: w[7].zero_(),
+    "slice": lambda w: w[3:9].fill_(2.0),
+    "data": lambda w: nn.init.zeros_(w.data[7]),
+    "column_of_rows": lambda w: w[3:9][:, 2].mul_(3),
+    "element": lambda w: w[9][4].fill_(5.0),
+    "chunk": lambda w: w.chunk(3)[2].add_(1),
+    "split": lambda w: w.split([4, 9])[1].sub_(1),
+    "narrow": lambda w: w.narrow(0, 2, 5).mul_(2),
+    "select": lambda w: w.select(0, 12).neg_(),
+    "augmented": lambda w: w.__setitem__(4, w[4] * 2),
+    "column_set": lambda w: w.__setitem__((slice(None), 3), 1.0),
+    "diagonal": lambda w: w.diagonal().fill_(1.0),
+    "transposed": lambda w: w.t()[1].zero_(),
+    "columns": lambda w: w[:, 1:3].zero_(),
+    "random": lambda w: w[5].normal_(),
+    "uneven_rows": lambda w: w[1:12:2].clamp_(-0.1, 0.1),
+    "set": lambda w: w.__setitem__(4, 1.0),
+}
+
+
+def rows_written(rank: int, dim: int | None) -> None:
+    for how, write in ROWS.items():
+        module = nn.Module()
+        torch.manual_seed(1)
+        module.weight = nn.Parameter(torch.randn(13, 16))
+        full = module.weight.detach().clone()
+        place = Replicate() if dim is None else Shard(dim)
+        gtp_compile.shard(module, world_mesh(), shard_fn=lambda f, m, p, place=place: place)
+        with torch.no_grad():
+            for target in (full, module.weight):
+                torch.manual_seed(7)
+                write(target)
+        expect(how, torch.equal(module.weight.full_tensor(), full), True)
+        expect(f"{how}: the leaf", torch.equal(module.weight.leaf, module.weight.to_local()), True)
+    read = module.weight[3]
+    expect("a read", torch.equal(read.full_tensor(), full[3]), True)
+    if dim is not None:
+        expect("a copy of it is plain", type(copy.deepcopy(read)), DTensor)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None], ids=str)
+@pytest.mark.works("writes to rows, columns, elements (`w[3].zero_()`, `w.data[3]`)", "reach the weight")
+def test_writes_to_parts_of_a_weight(dim):
+    run_ranks(rows_written, WORLD, dim)
+
+
+def unequally_seeded(rank: int) -> None:
+    """Replicas get one rank's draw."""
+    with torch.device("meta"):
+        model = Uneven()
+    gtp_compile.shard(model, world_mesh()).to_empty(device="cpu")
+    torch.manual_seed(rank)
+    model.wide.reset_parameters()
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, model.wide.weight.leaf.detach().clone())
+    expect("equal replicas", all(torch.equal(w, everyone[0]) for w in everyone), True)
+
+
+def test_replicas_are_equal_however_ranks_are_seeded():
+    run_ranks(unequally_seeded, WORLD)
 
 
 def on_meta(rank: int, how: str) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -315,6 +316,59 @@ def hooked(rank: int, shape: tuple[int, ...]) -> None:
 @pytest.mark.works("`register_post_accumulate_grad_hook`", "fires once a backward, when main_grad is final")
 def test_hooks_fire_once_when_main_grad_is_final(shape):
     run_ranks(hooked, 4, shape)
+
+
+class Locked(nn.Linear):
+    """Holds what can't be copied, and says so."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "lock"}
+
+
+def odd_things(rank: int) -> list[str]:
+    """What people do to classes and attributes of modules."""
+    model = nn.ModuleDict({"a": nn.Linear(16, 13), "b": Locked(16, 13), "norm": nn.BatchNorm1d(4)})
+    model["a"].weight._no_weight_decay = True
+    fired: list[torch.Size] = []
+    model["a"].weight.register_post_accumulate_grad_hook(lambda p: fired.append(p.shape))
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = []
+    model["b"].weight.grad = torch.ones(13, 16)
+    told.append(message(ValueError, lambda: gtp_compile.shard(model, world_mesh(), shard_fn=along_out)))
+    model.zero_grad()
+    place = lambda f, m, p: along_out(f, m, p) if f[0] in "ab" else None  # noqa: E731
+    gtp_compile.shard(model, world_mesh(), shard_fn=place)
+    expect("attribute", model["a"].weight._no_weight_decay, True)
+    expect("and after a move", model._apply(lambda t: t.clone())["a"].weight._no_weight_decay, True)
+    model["a"](torch.ones(2, 16)).sum().backward()
+    expect("hook", fired, [torch.Size([13, 16])])
+    told.append(message(RuntimeError, early.step))
+    fresh = type(model["a"])(4, 6)
+    expect("a new one of its class is plain", (type(fresh), fresh.weight.shape), (nn.Linear, (6, 4)))
+    expect("copied without its lock", hasattr(copy.deepcopy(model["b"]), "lock"), False)
+    told.append(message(TypeError, lambda: model.half()))
+    expect("nothing was converted", model["norm"].weight.dtype, FP32)
+    told.append(message(AttributeError, lambda: delattr(model["a"], "bias")))
+    expect("still there", model["a"].bias.shape, (13,))
+
+    def tie() -> None:
+        model["b"].weight = model["a"].weight
+
+    told.append(message(ValueError, tie))
+    return told
+
+
+def test_classes_attributes_and_ties():
+    for told in run_ranks(odd_things, WORLD):
+        assert told[0] == "b.weight: has a gradient, which would be lost; call zero_grad() before gtp_compile.shard"
+        assert told[1].startswith("a.weight: SGD holds the parameter that gtp_compile.shard replaced")
+        assert "its shard is torch.float32, and stays so" in told[2]
+        assert told[3].startswith("a.bias: is a sharded parameter, and can't be taken out of its module")
+        assert told[4].startswith("b.weight: can't become a.weight, another sharded parameter; tie weights before")
 
 
 # Beside others.

@@ -104,7 +104,18 @@ def replace(model: nn.Module) -> None:
     model.few.weight = nn.Parameter(model.few.weight.detach().clone())
 
 
-CHANGES = {"add_": add, "data": write_data, "data=": replace_data, "rows": swap_rows, "another": replace}
+def swap_columns(model: nn.Module) -> None:
+    model.few.weight.data.copy_(model.few.weight.flip(1))
+
+
+CHANGES = {
+    "columns": swap_columns,
+    "add_": add,
+    "data": write_data,
+    "data=": replace_data,
+    "rows": swap_rows,
+    "another": replace,
+}
 
 
 def changed(rank: int, how: str) -> str:
@@ -208,6 +219,29 @@ def test_evaluation_on_one_rank_is_refused_instead_of_hanging(shape, is_compiled
         f"{list(range(1, world))} did not come in 2 s. Call it on every rank; or, to evaluate on one, let all ranks "
         "enter `with gtp_compile.unsharded(model)`, inside which each can do what it wants"
     )
+
+
+def part_alone(rank: int) -> str:
+    """A part of the model, without its first weight; twice in one forward they meet once."""
+    model, _ = start((2,))
+    meeting = model.few.weight.leaf.meeting
+    x = torch.randn(3, 13).to(BF16)
+    with torch.no_grad():
+        count = meeting._count
+        model(*rows(rank))
+        expect("one meeting a forward", meeting._count, count + 1)
+        model.one(model.few(x))
+        expect("one a part", meeting._count, count + 3)
+        if rank == 0:
+            meeting.timeout = datetime.timedelta(seconds=1)
+            told = message(RuntimeError, lambda: model.few(x))
+            meeting.timeout = datetime.timedelta(seconds=60)
+    dist.barrier()
+    return told if rank == 0 else ""
+
+
+def test_a_part_of_the_model_on_one_rank():
+    assert run_ranks(part_alone, 2)[0].startswith("few.weight: a forward without gradients needs all ranks")
 
 
 def test_evaluation_on_one_rank_of_a_model_from_a_file():
