@@ -92,7 +92,8 @@ def default_store() -> Any:
 
 def named_group(name: str) -> dist.ProcessGroup:
     """The process group of a name, as functional collectives find it."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    return resolve(name)
 
 
 def fake_store() -> Any:
@@ -102,7 +103,7 @@ def fake_store() -> Any:
     return FakeStore()
 
 
-def take_for_foreach(cls: type) -> None:
+def take_for_foreach(cls: Any) -> None:
     """Let stock optimizers choose their multi-tensor kernels for parameters of this class, as for a DTensor's."""
     _foreach_supported_types.append(cls)
 

@@ -295,7 +295,7 @@ def _another(param: ShardedParameter, local: Tensor) -> ShardedParameter:
         param_dtype=leaf.param_dtype,
         main_grad_dtype=None,
     )
-    take_attributes(new, param)
+    take_attributes(new, param)  # type: ignore[arg-type]
     new.leaf.main_grad_dtype = leaf.main_grad_dtype
     if leaf.main_grad is not None:
         aliased = leaf._aliased is leaf.main_grad

@@ -76,13 +76,13 @@ class View(_Values):
 
     Attributes:
         weight: of which it is a view.
-        view: makes the same view of a whole tensor.
+        path: makes the same view of a whole tensor.
     """
 
     __slots__ = ()
 
     weight: WholeValues
-    view: Callable[[Tensor], Tensor]
+    path: Callable[[Tensor], Tensor]
 
 
 class Rows(View):
@@ -95,7 +95,7 @@ def _writer(name: str) -> Callable[..., Tensor]:
     @torch.no_grad()
     def write(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         values = [a.full_tensor() if isinstance(a, DTensor) else a for a in args]
-        weight, view = (self.weight, self.view) if isinstance(self, View) else (self, lambda full: full)
+        weight, view = (self.weight, self.path) if isinstance(self, View) else (self, lambda full: full)
         whole = weight.full_tensor().clone()
         weight.fill_with(lambda full: getattr(view(full), name)(*values, **kwargs), whole)
         if isinstance(self, Rows):
@@ -111,7 +111,7 @@ def _viewer(name: str) -> Callable[..., Any]:
         weight = self.weight if isinstance(self, View) else self
         if not weight.leaf.mesh_layout.sharded:
             return result
-        before = self.view if isinstance(self, View) else lambda full: full
+        before = self.path if isinstance(self, View) else lambda full: full
         if isinstance(result, DTensor):
             return _as_view(result, weight, lambda full: getattr(before(full), name)(*args, **kwargs))
         paths = [lambda full, i=i: getattr(before(full), name)(*args, **kwargs)[i] for i in range(len(result))]
@@ -120,10 +120,10 @@ def _viewer(name: str) -> Callable[..., Any]:
     return view
 
 
-def _as_view(result: Any, weight: WholeValues, view: Callable[[Tensor], Tensor]) -> Any:
+def _as_view(result: Any, weight: WholeValues, path: Callable[[Tensor], Tensor]) -> Any:
     # Told by the placements: ranks without rows could not tell by the memory.
     result.__class__ = View if any(isinstance(p, Shard) for p in result.placements) else Rows
-    result.weight, result.view = weight, view
+    result.weight, result.path = weight, path
     return result
 
 
