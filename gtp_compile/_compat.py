@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 
 __all__ = [
+    "CUDAGRAPH_UNSAFE",
     "CustomPartitionerFn",
     "FakeTensor",
     "compile_fx",
@@ -31,6 +32,7 @@ __all__ = [
     "default_store",
     "fake_store",
     "fresh_compilation",
+    "is_asked_for",
     "is_first_rank",
     "is_inductor_option",
     "list_mode_options",
@@ -42,6 +44,9 @@ __all__ = [
     "will_accumulate",
     "wrap_init",
 ]
+
+# Of an op that a CUDA graph must not capture.
+CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)
 
 
 def is_inductor_option(name: str) -> bool:
@@ -80,6 +85,14 @@ def is_first_rank() -> bool:
 def will_accumulate(leaf: torch.Tensor) -> bool:
     """Inside a backward: whether it is going to deliver a gradient to `leaf`."""
     return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))  # type: ignore[attr-defined]
+
+
+def is_asked_for(leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs, if one does, has any use for a gradient of `leaf`."""
+    try:
+        return will_accumulate(leaf)
+    except RuntimeError:  # no backward runs (a test calls the op), or autograd.grad captures this very leaf
+        return True
 
 
 def default_store() -> Any:

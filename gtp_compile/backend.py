@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+import gtp_compile.hooked_ops  # noqa: F401  (registers the ops)
 from gtp_compile._compat import (
     compile_fx,
     compile_fx_inner,
@@ -16,6 +17,7 @@ from gtp_compile._compat import (
     uncached,
     will_accumulate,
 )
+from gtp_compile.bare_reads import refuse_bare_reads
 from gtp_compile.config import GtpOptions, parse_options
 from gtp_compile.parameters import ComputeLeaf, prepare_accumulation
 from gtp_compile.partition import GtpPartitioner, lower_inference
@@ -26,6 +28,7 @@ __all__ = ["gtp"]
 Compiled = Callable[..., Any]
 
 _ANCHOR = torch.ops.gtp.materialize.default
+_HOOKED = torch.ops.gtp.hooked_linear.default
 
 
 def gtp(
@@ -47,7 +50,8 @@ def gtp(
     """
     opts, patches = parse_options(mode, options)
     inner = _InnerCompile(opts, compile_name())
-    if not _has_anchor(gm):
+    refuse_bare_reads(gm, example_inputs)
+    if not _has_call(gm, _ANCHOR, _HOOKED):
         # Not one of our patches: the graph shares its cache entry with backend="inductor".
         if opts.inner == "inductor":
             return cast(Compiled, compile_fx(gm, example_inputs, config_patches=patches or None))
@@ -67,10 +71,10 @@ def gtp(
     return _with_bookkeeping(compiled, captured)
 
 
-def _has_anchor(gm: fx.GraphModule) -> bool:
-    """Whether a placed weight is used in the graph, or in a body inside it (a checkpointed block)."""
+def _has_call(gm: fx.GraphModule, *targets: Any) -> bool:
+    """Whether one of our ops is called in the graph, or in a body inside it (a checkpointed block)."""
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    return any(node.target is _ANCHOR for graph in graphs for node in graph.nodes)
+    return any(node.target in targets for graph in graphs for node in graph.nodes)
 
 
 class _InnerCompile:
@@ -81,7 +85,7 @@ class _InnerCompile:
         self.graph_name = graph_name
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        if _has_anchor(gm):
+        if _has_call(gm, _ANCHOR):
             lower_inference(gm, self.options, self.graph_name)
         session = current_session()
         if session is not None and session.dry:
