@@ -1,4 +1,4 @@
-"""`GroupedLinear`: several linear layers over consecutive rows, with TransformerEngine's parameter names; `Linear`: one.
+"""`GroupedLinear`, several linear layers with TransformerEngine's parameter names, and `Linear`, one.
 
 Both ask the protocol hooks of weights that another tool has distributed (see `hooked_ops`).
 """
@@ -161,8 +161,8 @@ class GroupedLinear(nn.Module):
             return []
         if theirs[0] != names[0]:
             raise ValueError(
-                f"{theirs[0]}: bears the distributed-weight protocol, but the leader of its group, {names[0]}, does not, "
-                f"so nobody would materialize it; make {names[0]} the implementer that speaks for the group"
+                f"{theirs[0]}: bears the distributed-weight protocol, but the leader of its group, {names[0]}, does "
+                f"not, so nobody would materialize it; make {names[0]} the implementer that speaks for the group"
             )
         if placed := [n for n in names if n in ours]:
             raise ValueError(

@@ -40,9 +40,12 @@ _LIB = torch.library.Library("gtp", "FRAGMENT")
 # A captured CUDA graph would replay the GEMMs without their hooks.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout, *CUDAGRAPH_UNSAFE)
 
-_LIB.define("hooked_linear(Tensor x, Tensor[] members, Tensor? offs, int out_features, bool cast) -> Tensor", tags=_TAGS)
-_LIB.define("hooked_dgrad(Tensor dy, Tensor[] members, Tensor? offs, int in_features, bool cast) -> Tensor", tags=_TAGS)
-_LIB.define("hooked_wgrad(Tensor dy, Tensor x, Tensor[] members, Tensor? offs) -> Tensor[]", tags=_TAGS)
+for _schema in (
+    "hooked_linear(Tensor x, Tensor[] members, Tensor? offs, int out_features, bool cast) -> Tensor",
+    "hooked_dgrad(Tensor dy, Tensor[] members, Tensor? offs, int in_features, bool cast) -> Tensor",
+    "hooked_wgrad(Tensor dy, Tensor x, Tensor[] members, Tensor? offs) -> Tensor[]",
+):
+    _LIB.define(_schema, tags=_TAGS)
 
 
 def hooked_linear(
@@ -137,23 +140,15 @@ def _returned(member: Tensor, grad: Tensor | None, index: int, leader: Tensor) -
     return grad.detach().to(plain.dtype, copy=True)  # an op may not return what somebody else holds
 
 
-def _buffers(
-    members: list[Tensor], wanted: list[bool], shape: tuple[int, ...], dy: Tensor
-) -> list[Tensor | None]:
+def _buffers(members: list[Tensor], wanted: list[bool], shape: tuple[int, ...], dy: Tensor) -> list[Tensor | None]:
     """Where the wgrad GEMM of each wanted member writes: the buffers they bring, scratch for the others."""
     # The leader speaks for the dtype even when it is frozen; it is not asked for a buffer then.
     asked = [m for m, w in zip(members, wanted, strict=True) if w]
+    rule = weight_grad_dtype(members, dy.dtype)
     if wanted[0]:
         buffers = weight_grad_buffers(asked, shape, dy.dtype, dy.device)
     else:
-        scratch = weight_grad_dtype(members, dy.dtype)
-        buffers = [
-            weight_grad_buffers(m, shape, scratch, dy.device)[0]
-            if is_distributed_weight(m)
-            else torch.empty(shape, dtype=scratch, device=dy.device)
-            for m in asked
-        ]
-    rule = weight_grad_dtype(members, dy.dtype)
+        buffers = [weight_grad_buffers(m, shape, rule, dy.device)[0] for m in asked]
     for buffer in buffers:
         if torch.promote_types(buffer.dtype, rule) != buffer.dtype:
             _warn_once(
@@ -219,10 +214,8 @@ def _multiply(x: Tensor, full: list[Tensor], offs: Tensor | None) -> Tensor:
 def _stacked(full: list[Tensor]) -> Tensor:
     """The weights as `[E, N, K]`; slices of one buffer, as an all-gather leaves them, are not copied."""
     first = full[0]
-    storage, step = first.untyped_storage().data_ptr(), 0
-    if len(full) > 1:
-        step = full[1].storage_offset() - first.storage_offset()
-    offset = first.storage_offset()
+    storage, offset = first.untyped_storage().data_ptr(), int(first.storage_offset())
+    step = int(full[1].storage_offset()) - offset if len(full) > 1 else 0
     alike = all(
         w.untyped_storage().data_ptr() == storage
         and w.stride() == first.stride()

@@ -52,9 +52,13 @@ def recompute_gathers(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
             report.changed += 1
         if (is_gather and is_collective_start(node)) or (node in gathered and any(a in travelled for a in inputs)):
             travelled.add(node)
-        elif (is_hooked(node) or any(a in travelled for a in inputs)) and node.op == "call_function" and "recompute" not in node.meta:
+        elif "recompute" not in node.meta and (is_hooked(node) or _uses(node, travelled)):
             _tag(node, CheckpointPolicy.MUST_SAVE)
     return report
+
+
+def _uses(node: fx.Node, gathered: set[fx.Node]) -> bool:
+    return node.op == "call_function" and any(a in gathered for a in node.all_input_nodes)
 
 
 def _belongs_to_backward(node: fx.Node) -> bool:
