@@ -12,7 +12,7 @@ from torch import fx
 from gtp_compile.parameters import ComputeLeaf
 from gtp_compile.weights import is_distributed_weight
 
-__all__ = ["refuse_bare_reads"]
+__all__ = ["input_name", "real_input", "refuse_bare_reads"]
 
 # What multiplies by a weight, by the name of the function or method in a Dynamo graph. Anything else (a norm, an
 # optimizer's step in a graph of its own) may well mean the shard.
@@ -37,20 +37,20 @@ def refuse_bare_reads(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None
         ValueError: it is multiplied as it is: a shard in a full weight's place.
     """
     for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
-        weight = _real(node, example)
+        weight = real_input(node, example)
         if isinstance(weight, ComputeLeaf) or not is_distributed_weight(weight):
             continue
         user = _multiplied_by(node)
         if user is not None:
             raise ValueError(
-                f"backend 'gtp': {_name(node)}: a {type(weight).__name__} bears the distributed-weight protocol, but "
-                f"{user.name} reads it without asking its hooks, so a shard would stand for the full weight; use "
+                f"backend 'gtp': {input_name(node)}: a {type(weight).__name__} bears the distributed-weight protocol, "
+                f"but {user.name} reads it without asking its hooks, so a shard would stand for the full weight; use "
                 "gtp_compile.Linear (module.__class__ = gtp_compile.Linear; gtp_compile.shard does it for every "
                 "torch.nn.Linear) or gtp_compile.GroupedLinear"
             )
 
 
-def _real(node: fx.Node, example: Any) -> Any:
+def real_input(node: fx.Node, example: Any) -> Any:
     """The object behind an input: wrappers such as DistributedDataParallel's give fake tensors as examples."""
     return getattr(node.meta.get("grapharg"), "example", example)
 
@@ -78,7 +78,7 @@ def _called(node: fx.Node) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
-def _name(node: fx.Node) -> str:
+def input_name(node: fx.Node) -> str:
     """The parameter as the user's code calls it, out of Dynamo's `L['self']._modules['up']._parameters['weight']`."""
     name = getattr(getattr(node, "_dynamo_source", None), "name", None)
     text = name() if callable(name) else name
