@@ -110,15 +110,15 @@ def _with_bookkeeping(
     Works on the arguments of the call: equal layers share this function, so it may not know one of them.
     """
 
-    names = {tap.index: tap.name for tap in taps}
+    session = current_session()
+    theirs = session.names if session is not None else {}
 
     def run(*args: Any) -> Any:
         leaves = [a for a in args if isinstance(a, ComputeLeaf)]
         for leaf in leaves:
             leaf.check_use()
         for graph in captured:
-            known = {i: a.fqn for i, a in enumerate(args) if isinstance(a, ComputeLeaf)} | names
-            graph.calls.append(tuple(known.get(i, "") for i in range(len(args))))
+            graph.calls.append(tuple(a.fqn if isinstance(a, ComputeLeaf) else theirs.get(id(a), "") for a in args))
             graph.inputs = args if graph.joint is not None else ()
         before = [_node(a) for a in args]
         out = compiled(*args, *main_grads_of(args, taps))
