@@ -5,6 +5,9 @@ protocol. See `hooked_weights` for the fake hooks' factors. Each wgrad allocatio
 request 3397 has its tests here; README.md has the table.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hooked_weights import BACKWARD, BF16, FINALIZE, FORWARD, FP32, Hooked, hook, maybe_compiled
@@ -426,10 +429,10 @@ def test_autocast_casts_what_the_hooks_return(compiled):
 class Swiglu(nn.Module):
     """fc1, SwiGLU, fc2: the experts that TransformerEngine fuses."""
 
-    def __init__(self, dtype: torch.dtype = FP32) -> None:
+    def __init__(self, dtype: torch.dtype = FP32, stacked: bool = False) -> None:
         super().__init__()
-        self.fc1 = GroupedLinear(E, IN, 2 * OUT, bias=False, dtype=dtype)
-        self.fc2 = GroupedLinear(E, OUT, IN, bias=False, dtype=dtype)
+        self.fc1 = GroupedLinear(E, IN, 2 * OUT, bias=False, dtype=dtype, single_grouped_weight=stacked)
+        self.fc2 = GroupedLinear(E, OUT, IN, bias=False, dtype=dtype, single_grouped_weight=stacked)
 
     def forward(self, x: Tensor, splits: Tensor) -> Tensor:
         gate, up = self.fc1(x, splits).chunk(2, dim=-1)
@@ -442,19 +445,20 @@ class Swiglu(nn.Module):
     [(FP32, FP32), (FP32, BF16), (None, FP32), (FP32, None)],
     ids=["same main_grad", "different main_grad", "fc2 only", "fc1 only"],
 )
-def test_fc1_swiglu_fc2_each_by_its_own_leader(fc1, fc2, compiled):
-    mlp = Swiglu(BF16)
-    leaders = {n: hook(getattr(mlp, n), NAMES, main_grad=d) for n, d in (("fc1", fc1), ("fc2", fc2)) if d}
+@pytest.mark.parametrize("stacked", [False, True], ids=["discrete", "stacked"])
+def test_fc1_swiglu_fc2_each_by_its_own_leader(stacked, fc1, fc2, compiled):
+    mlp, names = Swiglu(BF16, stacked), ["weight"] if stacked else NAMES
+    leaders = {n: hook(getattr(mlp, n), names, main_grad=d) for n, d in (("fc1", fc1), ("fc2", fc2)) if d}
     x, splits = inputs(BF16)
     step(maybe_compiled(mlp, compiled), x, splits)
     for name, dtype in (("fc1", fc1), ("fc2", fc2)):
         if dtype is None:
-            grad = getattr(mlp, name).weight0.grad
+            grad = getattr(getattr(mlp, name), names[0]).grad
             assert grad.dtype == BF16 and grad.any(), "a plain group goes on as ever"
         else:
             assert leaders[name].calls == ["forward", "backward", "finalize"]
-            assert leaders[name].dtypes == [dtype] * E
-            assert getattr(mlp, name).weight0.main_grad.any()
+            assert leaders[name].dtypes == [dtype] * len(names)
+            assert leaders[name].main_grad.any()
 
 
 def place_fc1(fqn: str, module: nn.Module, param: nn.Parameter) -> Shard | None:
@@ -498,6 +502,16 @@ def test_shard_makes_a_dense_layer_ask_the_hooks():
         assert isinstance(model[0], gtp_compile.Linear) and model[0].weight is leader
         model(torch.randn(3, IN)).sum()
         assert leader.calls == ["forward"]
+
+
+def test_explain_says_who_reduces_and_runs_no_hook():
+    model = Swiglu(BF16)
+    leader = hook(model.fc2, NAMES)
+    (row,) = gtp_compile.explain(model)(*inputs(BF16)).groups
+    assert row.weights == [f"fc2.{n}" for n in NAMES] and row.matched
+    assert row.reason == "reduced by finalize_group_grads of Hooked"
+    assert (row.gemm_dtype, row.main_grad_dtype, row.wire_dtype) == ("float32", "float32", None)
+    assert leader.calls == []
 
 
 # Refusals.
@@ -588,3 +602,11 @@ def test_options_that_are_not_supported_say_why(option, message):
 def test_two_names_of_the_dtype_must_agree():
     with pytest.raises(ValueError, match="params_dtype"):
         GroupedLinear(E, IN, OUT, dtype=FP32, params_dtype=BF16)
+
+
+def test_the_readme_names_tests_that_exist():
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    table = readme.split("<!-- sites:begin -->")[1].split("<!-- sites:end -->")[0]
+    named = re.findall(r"`(test_\w+)", table)
+    assert len(named) >= 9
+    assert all(callable(globals().get(name)) for name in named), named
