@@ -11,6 +11,7 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
+from torch._C import DisableTorchFunctionSubclass
 from torch._dynamo import mark_static
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -25,10 +26,12 @@ from torch.autograd.graph import get_gradient_edge
 __all__ = [
     "CUDAGRAPH_UNSAFE",
     "CustomPartitionerFn",
+    "DisableTorchFunctionSubclass",
     "FakeTensor",
     "compile_fx",
     "compile_fx_inner",
     "compile_name",
+    "current_backward",
     "default_store",
     "fake_store",
     "fresh_compilation",
@@ -93,6 +96,11 @@ def is_asked_for(leaf: torch.Tensor) -> bool:
         return will_accumulate(leaf)
     except RuntimeError:  # no backward runs (a test calls the op), or autograd.grad captures this very leaf
         return True
+
+
+def current_backward() -> int:
+    """A number for the backward that runs in this thread."""
+    return int(torch._C._current_graph_task_id())
 
 
 def default_store() -> Any:

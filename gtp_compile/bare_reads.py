@@ -14,6 +14,8 @@ from gtp_compile.weights import is_distributed_weight
 
 __all__ = ["input_name", "real_input", "refuse_bare_reads"]
 
+_OPERATOR = type(torch.ops.aten.mm.default)
+
 # What multiplies by a weight, by the name of the function or method in a Dynamo graph. Anything else (a norm, an
 # optimizer's step in a graph of its own) may well mean the shard.
 _MULTIPLIES = frozenset(
@@ -71,7 +73,7 @@ def _multiplied_by(weight: fx.Node) -> fx.Node | None:
 
 def _called(node: fx.Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, _OPERATOR):
         return target._schema.name.split("::")[-1]
     if target is getattr and len(node.args) > 1:
         return str(node.args[1])

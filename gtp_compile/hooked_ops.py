@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gtp_compile._compat import CUDAGRAPH_UNSAFE, is_asked_for
+from gtp_compile._compat import CUDAGRAPH_UNSAFE, DisableTorchFunctionSubclass, is_asked_for
 from gtp_compile.kernels import dense_wgrad_into, grouped_linear, grouped_wgrad_into
 from gtp_compile.weights import (
     finalize_weight_grads,
@@ -64,7 +64,7 @@ def hooked_linear(
         `[R, N]` in x's dtype.
     """
     # The implementers may be any subclass; its __torch_function__ is not asked about our op, nor wraps its result.
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return torch.ops.gtp.hooked_linear.default(x, list(members), offs, out_features, cast)
 
 
@@ -229,7 +229,7 @@ def _stacked(full: list[Tensor]) -> Tensor:
 
 def _plain(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same memory as tensors of no particular class, whose methods nobody overrides."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return [t.detach().as_subclass(Tensor) for t in tensors]
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from gtp_compile._compat import current_backward
 from gtp_compile.bare_reads import input_name, real_input
 from gtp_compile.parameters import ComputeLeaf, check_main_grad_dtype
 from gtp_compile.passes.collective_ops import REPLICATED
@@ -106,7 +107,7 @@ def main_grads_of(args: Sequence[Any], taps: Sequence[Tap]) -> list[Tensor]:
 def prepare(weight: Tensor) -> None:
     """Before a compiled backward adds to main_grad: start from zero where the trainer says that it shall overwrite."""
     w: Any = weight
-    task = torch._C._current_graph_task_id()
+    task = current_backward()
     if getattr(w, "overwrite_main_grad", False) and getattr(w, "_gtp_overwritten", None) != task:
         w.main_grad.zero_()
     w._gtp_overwritten = task  # once a backward: another graph's share of it is added
