@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gtp_compile.backend import gtp
     from gtp_compile.explaining import explain
-    from gtp_compile.grouped_linear import GroupedLinear
+    from gtp_compile.grouped_linear import GroupedLinear, Linear
     from gtp_compile.optim import MainGradOptimizer
     from gtp_compile.sharding import shard
     from gtp_compile.unsharding import unsharded
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DistributedWeight",
     "GroupedLinear",
+    "Linear",
     "MainGradOptimizer",
     "explain",
     "finalize_weight_grads",
@@ -45,6 +46,7 @@ __all__ = [
 _HOME = {
     "DistributedWeight": "weights",
     "GroupedLinear": "grouped_linear",
+    "Linear": "grouped_linear",
     "MainGradOptimizer": "optim",
     "explain": "explaining",
     "finalize_weight_grads": "weights",

@@ -11,6 +11,7 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
+from torch._C import DisableTorchFunctionSubclass
 from torch._dynamo import mark_static
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -24,14 +25,18 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import _foreach_supported_types
 
 __all__ = [
+    "CUDAGRAPH_UNSAFE",
     "CustomPartitionerFn",
+    "DisableTorchFunctionSubclass",
     "FakeTensor",
     "compile_fx",
     "compile_fx_inner",
     "compile_name",
+    "current_backward",
     "default_store",
     "fake_store",
     "fresh_compilation",
+    "is_asked_for",
     "is_first_rank",
     "is_inductor_option",
     "list_mode_options",
@@ -45,6 +50,9 @@ __all__ = [
     "will_accumulate",
     "wrap_init",
 ]
+
+# Of an op that a CUDA graph must not capture.
+CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)
 
 
 def is_inductor_option(name: str) -> bool:
@@ -83,6 +91,19 @@ def is_first_rank() -> bool:
 def will_accumulate(leaf: torch.Tensor) -> bool:
     """Inside a backward: whether it is going to deliver a gradient to `leaf`."""
     return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))  # type: ignore[attr-defined]
+
+
+def is_asked_for(leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs, if one does, has any use for a gradient of `leaf`."""
+    try:
+        return will_accumulate(leaf)
+    except RuntimeError:  # no backward runs (a test calls the op), or autograd.grad captures this very leaf
+        return True
+
+
+def current_backward() -> int:
+    """A number for the backward that runs in this thread."""
+    return int(torch._C._current_graph_task_id())
 
 
 def default_store() -> Any:

@@ -8,17 +8,21 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+import gtp_compile.hooked_ops  # noqa: F401  (registers the ops)
 from gtp_compile._compat import (
     compile_fx,
     compile_fx_inner,
     compile_name,
+    is_asked_for,
     make_boxed_func,
     uncached,
     will_accumulate,
 )
+from gtp_compile.bare_reads import refuse_bare_reads
 from gtp_compile.config import GtpOptions, parse_options
 from gtp_compile.parameters import ComputeLeaf, prepare_accumulation
 from gtp_compile.partition import GtpPartitioner, lower_inference
+from gtp_compile.plain_main_grads import Tap, finish, main_grads_of, prepare, tap_main_grads
 from gtp_compile.session import CapturedGraph, current_session
 
 __all__ = ["gtp"]
@@ -26,6 +30,7 @@ __all__ = ["gtp"]
 Compiled = Callable[..., Any]
 
 _ANCHOR = torch.ops.gtp.materialize.default
+_HOOKED = torch.ops.gtp.hooked_linear.default
 
 
 def gtp(
@@ -47,7 +52,11 @@ def gtp(
     """
     opts, patches = parse_options(mode, options)
     inner = _InnerCompile(opts, compile_name())
-    if not _has_anchor(gm):
+    refuse_bare_reads(gm, example_inputs)
+    taps: list[Tap] = []
+    if opts.accumulate_into_main_grad:
+        gm, example_inputs, taps = tap_main_grads(gm, example_inputs)
+    if not _has_call(gm, _ANCHOR, _HOOKED):
         # Not one of our patches: the graph shares its cache entry with backend="inductor".
         if opts.inner == "inductor":
             return cast(Compiled, compile_fx(gm, example_inputs, config_patches=patches or None))
@@ -64,13 +73,13 @@ def gtp(
     else:
         compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
     captured = session.graphs[known:] if session is not None else []
-    return _with_bookkeeping(compiled, captured)
+    return _with_bookkeeping(compiled, captured, taps)
 
 
-def _has_anchor(gm: fx.GraphModule) -> bool:
-    """Whether a placed weight is used in the graph, or in a body inside it (a checkpointed block)."""
+def _has_call(gm: fx.GraphModule, *targets: Any) -> bool:
+    """Whether one of our ops is called in the graph, or in a body inside it (a checkpointed block)."""
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    return any(node.target is _ANCHOR for graph in graphs for node in graph.nodes)
+    return any(node.target in targets for graph in graphs for node in graph.nodes)
 
 
 class _InnerCompile:
@@ -81,7 +90,7 @@ class _InnerCompile:
         self.graph_name = graph_name
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        if _has_anchor(gm):
+        if _has_call(gm, _ANCHOR):
             lower_inference(gm, self.options, self.graph_name)
         session = current_session()
         if session is not None and session.dry:
@@ -93,11 +102,16 @@ class _InnerCompile:
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
-def _with_bookkeeping(compiled: Callable[..., Any], captured: list[CapturedGraph]) -> Callable[..., Any]:
+def _with_bookkeeping(
+    compiled: Callable[..., Any], captured: list[CapturedGraph], taps: Sequence[Tap]
+) -> Callable[..., Any]:
     """`compiled`, with main_grad made ready before each backward adds to it.
 
     Works on the arguments of the call: equal layers share this function, so it may not know one of them.
     """
+
+    session = current_session()
+    theirs = session.names if session is not None else {}
 
     def run(*args: Any) -> Any:
         leaves = [a for a in args if isinstance(a, ComputeLeaf)]
@@ -106,14 +120,15 @@ def _with_bookkeeping(compiled: Callable[..., Any], captured: list[CapturedGraph
         if leaves:
             leaves[0].meet()
         for graph in captured:
-            graph.calls.append(tuple(a.fqn if isinstance(a, ComputeLeaf) else "" for a in args))
+            graph.calls.append(tuple(a.fqn if isinstance(a, ComputeLeaf) else theirs.get(id(a), "") for a in args))
             graph.inputs = args if graph.joint is not None else ()
         before = [_node(a) for a in args]
-        out = compiled(*args)
+        out = compiled(*args, *main_grads_of(args, taps))
         trained = [leaf for leaf in leaves if leaf.requires_grad and leaf.main_grad is not None]
-        if trained and torch.is_grad_enabled():
+        plain = [args[tap.index] for tap in taps]
+        if (trained or plain) and torch.is_grad_enabled():
             written = [a for a, node in zip(args, before, strict=True) if _node(a) is not node]
-            _before_backward([*out, *written], before, trained)
+            _around_backward([*out, *written], before, trained, plain)
         return out
 
     return run
@@ -123,29 +138,40 @@ def _node(x: Any) -> Any:
     return x.grad_fn if isinstance(x, torch.Tensor) else None
 
 
-def _before_backward(outputs: Sequence[Any], inputs: Sequence[Any], leaves: list[ComputeLeaf]) -> None:
-    """Have `prepare_accumulation` run when backward reaches the compiled graph, not when forward left it.
+def _around_backward(
+    outputs: Sequence[Any], inputs: Sequence[Any], leaves: list[ComputeLeaf], plain: list[Any]
+) -> None:
+    """Have main_grads prepared when backward reaches the compiled graph, not when forward left it.
 
     `zero_grad` may come between the two. A backward that is not asked for a weight's gradient (`autograd.grad` of the
     input alone) runs the whole compiled graph all the same; such a main_grad is put back behind it.
     """
     spared: list[tuple[torch.Tensor, torch.Tensor]] = []
+    added: list[Any] = []
 
-    def prepare(grads: Any) -> None:
+    def make_ready(grads: Any) -> None:
         for leaf in leaves:
             if will_accumulate(leaf):
                 prepare_accumulation(leaf)
             elif leaf.main_grad is not None:
                 spared.append((leaf.main_grad, leaf.main_grad.clone()))
+        for weight in plain:
+            if is_asked_for(weight):
+                prepare(weight)
+                added.append(weight)
+            else:
+                spared.append((weight.main_grad, weight.main_grad.clone()))
 
     def put_back(grad_inputs: Any, grad_outputs: Any) -> None:
         while spared:
             main_grad, contents = spared.pop()
             main_grad.copy_(contents)
+        while added:
+            finish(added.pop())
 
     node = _compiled_node(outputs, inputs)
     if node is not None:
-        node.register_prehook(prepare)
+        node.register_prehook(make_ready)
         node.register_hook(put_back)
 
 

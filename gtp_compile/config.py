@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -10,8 +9,6 @@ from gtp_compile._compat import is_inductor_option, list_mode_options
 from gtp_compile.pipeline import PASS_NAMES
 
 __all__ = ["GtpOptions", "parse_options"]
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +20,8 @@ class GtpOptions:
         disable: names of passes to leave out, e.g. ("retype_wgrads",).
         debug_dir: a folder that gets every graph before and after every pass as text, and one diff a pass.
         strict: an unmatched weight gradient is an error, not a report.
-        accumulate_into_main_grad: accepted for TransformerEngine's sake, and without effect: a distributed weight never
-            accumulates inside its GEMM, and for plain weights it is not built yet.
+        accumulate_into_main_grad: plain weights that carry a `main_grad` (Megatron's convention) get their gradient
+            added to it in the compiled backward (see `plain_main_grads`). Changes nothing for distributed weights.
     """
 
     inner: Literal["inductor", "eager"] = "inductor"
@@ -67,8 +64,6 @@ def parse_options(mode: str | None, options: dict[str, Any] | None) -> tuple[Gtp
                 f"backend 'gtp': unknown option {key!r}; known are {', '.join(sorted(known))}, mode, "
                 "and the options of torch._inductor.config"
             )
-    if ours.get("accumulate_into_main_grad"):
-        log.info("option accumulate_into_main_grad has no effect: no weight accumulates inside its GEMM yet")
     if isinstance(ours.get("disable"), str):
         ours["disable"] = (ours["disable"],)
     result = GtpOptions(**{**ours, "disable": tuple(ours.get("disable", ()))})

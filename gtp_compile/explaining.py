@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gtp_compile.graph_log import PassRun
 from gtp_compile.passes.collective_ops import DryEmit
-from gtp_compile.report import Row, rows_of, split_rows, table
+from gtp_compile.report import Row, hooked_rows, rows_of, split_rows, table
 from gtp_compile.session import Session
 from gtp_compile.sharding import leaves_of
 from gtp_compile.watched import loss_of, preserved_state, run_watched, unwrap
@@ -84,7 +84,8 @@ def explain(
 
     def run(*args: Any, **kwargs: Any) -> Explanation:
         leaves = leaves_of(unwrap(model))
-        session = Session(dry=True)
+        names = {id(p): name for name, p in unwrap(model).named_parameters()}
+        session = Session(dry=True, names=names)
         emit = DryEmit()
         with preserved_state(model):
             try:
@@ -97,7 +98,7 @@ def explain(
             finally:
                 for leaf in leaves:
                     leaf.emit = None
-        groups, others = split_rows(rows_of(session, leaves))
+        groups, others = split_rows([*rows_of(session, leaves), *hooked_rows(session, unwrap(model))])
         return Explanation(groups, others, [graph.log.runs for graph in session.graphs])
 
     return run

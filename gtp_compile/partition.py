@@ -21,6 +21,7 @@ from gtp_compile.config import GtpOptions
 from gtp_compile.graph_log import GraphLog, copy_module, graph_text
 from gtp_compile.passes.base import Pass, PassContext
 from gtp_compile.passes.describe import GroupInfo, check_dtypes, describe_groups, describe_wire
+from gtp_compile.passes.hooked import hooked_groups
 from gtp_compile.passes.order_collectives import JointOrder
 from gtp_compile.pipeline import BACKWARD_PASSES, INFERENCE_PASSES, JOINT_PASSES, VERIFY_PASSES
 from gtp_compile.runner import run_passes
@@ -89,6 +90,7 @@ class GtpPartitioner(CustomPartitionerFn):
         ctx = PassContext(
             "joint", num_fwd_outputs, programs=session.programs if session is not None and record else None
         )
+        captured.hooked = hooked_groups(gm.graph)
         graph_log.captured("joint", graph_text(gm) if graph_log.wants_text else "")
         captured.groups = self._joint(gm, ctx, graph_log, record)
         order = JointOrder(gm.graph, num_fwd_outputs)

@@ -7,13 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from gtp_compile.parameters import ComputeLeaf
 from gtp_compile.passes.collective_ops import Layout
 from gtp_compile.passes.describe import GroupInfo, wire_bytes
 from gtp_compile.session import Session
+from gtp_compile.weights import is_distributed_weight, weight_grad_dtype
 
-__all__ = ["Row", "rows_of", "split_rows", "table"]
+__all__ = ["Row", "hooked_rows", "rows_of", "split_rows", "table"]
 
 
 @dataclass(slots=True)
@@ -70,6 +72,36 @@ def rows_of(session: Session, leaves: Sequence[ComputeLeaf]) -> list[Row]:
             rows[leaf.fqn] = _unseen(leaf)
     order = {name: i for i, name in enumerate(by_name)}
     return sorted(rows.values(), key=lambda r: order.get(r.leader, len(order)))
+
+
+def hooked_rows(session: Session, model: nn.Module) -> list[Row]:
+    """One row per weight group that another tool distributes; its collectives are its own affair."""
+    params = dict(model.named_parameters())
+    rows: dict[str, Row] = {}
+    for graph in session.graphs:
+        for call in dict.fromkeys(graph.calls):
+            for positions, compute_dtype in graph.hooked:
+                names = [call[i] for i in positions]
+                if all(name in params for name in names):  # not a copy that functional_call put in
+                    rows[names[0]] = _hooked(names, [params[n] for n in names], compute_dtype)
+    seen = {name for row in rows.values() for name in row.weights}
+    for name, param in params.items():
+        if is_distributed_weight(param) and name not in seen:
+            reason = "in no compiled graph that trains; gtp_compile's GroupedLinear and Linear ask its hooks in eager"
+            rows[name] = Row([name], name, f"{type(param).__name__}'s own", "eager", not param.requires_grad, reason)
+    order = {name: i for i, name in enumerate(params)}
+    return sorted(rows.values(), key=lambda r: order[r.leader])
+
+
+def _hooked(names: list[str], members: list[nn.Parameter], compute_dtype: torch.dtype) -> Row:
+    leader = members[0]
+    dtype = _dtype(weight_grad_dtype(members, compute_dtype))
+    main_grad = getattr(leader, "main_grad", None)
+    owner = type(leader).__name__
+    return Row(
+        names, names[0], f"{owner}'s own", "gemm", True, f"reduced by finalize_group_grads of {owner}",
+        gemm_dtype=dtype, scratch_dtype=dtype, main_grad_dtype=None if main_grad is None else _dtype_of(main_grad),
+    )  # fmt: skip
 
 
 def split_rows(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:

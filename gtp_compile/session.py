@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from gtp_compile.graph_log import GraphLog
@@ -26,6 +27,8 @@ class CapturedGraph:
     Attributes:
         log: what each pass did.
         groups: its weight groups (none in an inference graph).
+        hooked: of each group that another tool distributes, the positions of its members among the inputs (leader
+            first), and the compute dtype.
         calls: for each run of the graph, the names of its inputs ("" where an input is no weight); equal layers share
             one graph, so a graph may have several calls with different names.
         joint: the joint graph before the first pass, where the session asked for it.
@@ -35,6 +38,7 @@ class CapturedGraph:
 
     log: GraphLog
     groups: list[GroupInfo] = field(default_factory=list)
+    hooked: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
     calls: list[tuple[str, ...]] = field(default_factory=list)
     joint: fx.GraphModule | None = None
     inputs: tuple[Any, ...] = ()
@@ -49,11 +53,13 @@ class Session:
         record: put `gtp::record` into the graphs; `programs` gets the chains (see `passes.record_operands`).
         dry: run the graphs without communicating (see `dry_run`).
         keep_joint: keep a copy of each joint graph as captured.
+        names: the names of parameters that are not ours, by `id`.
     """
 
     record: bool = False
     dry: bool = False
     keep_joint: bool = False
+    names: dict[int, str] = field(default_factory=dict)
     graphs: list[CapturedGraph] = field(default_factory=list)
     programs: list[fx.Graph] = field(default_factory=list)
 

@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from gtp_compile.grouped_linear import GroupedLinear
+from gtp_compile.grouped_linear import GroupedLinear, Linear
 from gtp_compile.optim import watch_optimizers
 from gtp_compile.parameters import ComputeLeaf, ShardedParameter, check_main_grad_dtype, pair, take_attributes
 from gtp_compile.passes.collective_ops import REPLICATED, Layout
 from gtp_compile.sharded_module import Tree, leaves_in, take_over
+from gtp_compile.weights import is_distributed_weight
 
 __all__ = ["ShardFn", "leaves_of", "shard", "shard_experts"]
 
@@ -175,6 +176,8 @@ def _placement(place: _Place, shard_fn: ShardFn, mesh: DeviceMesh) -> tuple[Shar
     fqn, param = place.fqn, place.param
     if isinstance(param, ShardedParameter):
         raise ValueError(f"{fqn}: is sharded already; call shard once, on the outermost module")
+    if _belongs_to_another_tool(place):
+        return None
     wanted = shard_fn(fqn, place.module, param)
     if wanted is None:
         return None
@@ -199,6 +202,31 @@ def _placement(place: _Place, shard_fn: ShardFn, mesh: DeviceMesh) -> tuple[Shar
     if not 0 <= dim < param.ndim:
         raise ValueError(f"{fqn}: can't shard dim {shards[0].dim} of shape {tuple(param.shape)}")
     return tuple(Shard(dim) if isinstance(p, Shard) else p for p in spread)
+
+
+def _belongs_to_another_tool(place: _Place) -> bool:
+    """Whether a parameter bears the protocol, or is in the group of a leader that does; its module asks the hooks then.
+
+    Raises:
+        ValueError: the module reads the weight as it is, which is a shard.
+    """
+    name = place.fqn.rpartition(".")[2]
+    if isinstance(place.module, GroupedLinear):
+        groups = [*place.module.discrete_groups(), ["weight"]]
+        leader = next((group[0] for group in groups if name in group), name)
+        return is_distributed_weight(place.module._parameters[leader])
+    if not is_distributed_weight(place.param):
+        return False
+    for module, attribute in place.holders:
+        if type(module) is nn.Linear and attribute == "weight":
+            module.__class__ = Linear
+        if not (isinstance(module, GroupedLinear | Linear) and attribute.startswith("weight")):
+            raise ValueError(
+                f"{place.fqn}: a {type(place.param).__name__} bears the distributed-weight protocol, but a "
+                f"{type(module).__name__} reads it without asking its hooks; use gtp_compile.Linear or "
+                "gtp_compile.GroupedLinear there"
+            )
+    return True
 
 
 def _check_placeable(place: _Place) -> None:
@@ -308,7 +336,8 @@ def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    mine = {name: _digest(t) for name, t in tensors if not isinstance(t, DTensor)}  # another tool's parts differ
+    # Another tool's parts differ.
+    mine = {name: _digest(t) for name, t in tensors if not (isinstance(t, DTensor) or is_distributed_weight(t))}
     known = {dist.get_rank(): mine}
     for group in mesh.get_all_groups():  # one mesh dim after the other, so that in the end all know all, and all raise
         if group.size() > 1 and dist.get_backend(group) != "fake":

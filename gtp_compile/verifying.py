@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from gtp_compile.parameters import ComputeLeaf, local_of
-from gtp_compile.report import Row, rows_of, split_rows, table
+from gtp_compile.report import Row, hooked_rows, rows_of, split_rows, table
 from gtp_compile.session import Session
 from gtp_compile.sharding import leaves_of
 from gtp_compile.watched import loss_of, preserved_state, run_watched, unwrap
@@ -62,7 +62,8 @@ def verify(
 
     def run(*args: Any, **kwargs: Any) -> Verification:
         leaves = leaves_of(unwrap(model))
-        session = Session(record=True)
+        names = {id(p): name for name, p in unwrap(model).named_parameters()}
+        session = Session(record=True, names=names)
         recorder = _Recorder()
         with preserved_state(model):
             for leaf in leaves:
@@ -82,7 +83,7 @@ def verify(
             for row in rows:
                 if row.leader in recorder.calls:
                     row.error = _error([by_name[n] for n in row.weights], recorder.calls[row.leader], session.programs)
-        return Verification(*split_rows(rows))
+        return Verification(*split_rows([*rows, *hooked_rows(session, unwrap(model))]))
 
     return run
 

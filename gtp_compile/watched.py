@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gtp_compile._compat import fresh_compilation
 from gtp_compile.backend import gtp
-from gtp_compile.parameters import local_of
+from gtp_compile.parameters import ShardedParameter, local_of
 from gtp_compile.session import Session, watch
 from gtp_compile.sharding import leaves_of
 
@@ -59,6 +59,9 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     leaves = leaves_of(model)
     main_grads = [(leaf, leaf.main_grad, _copy(leaf.main_grad), leaf._aliased, leaf.eager_uses) for leaf in leaves]
     grads = [(p, p.grad, None if p.grad is None else _copy(local_of(p.grad))) for p in model.parameters()]
+    params: list[Any] = list(model.parameters())
+    plain = [(p, _copy(p.main_grad)) for p in params if _has_own_main_grad(p)]
+    flags = [(p, p.grad_added_to_main_grad) for p in params if hasattr(p, "grad_added_to_main_grad")]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     cpu_rng = torch.get_rng_state()
     cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
@@ -74,11 +77,20 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
                 leaf.grad, leaf.main_grad, leaf._aliased, leaf.eager_uses = None, main_grad, aliased, uses
                 if main_grad is not None:
                     main_grad.copy_(contents)
+            for plain_param, contents in plain:
+                plain_param.main_grad.copy_(contents)
+            for flagged, flag in flags:
+                flagged.grad_added_to_main_grad = flag
             for buffer, contents in buffers:
                 buffer.copy_(contents)
         torch.set_rng_state(cpu_rng)
         if cuda_rng is not None:
             torch.cuda.set_rng_state_all(cuda_rng)
+
+
+def _has_own_main_grad(param: Any) -> bool:
+    """Whether a parameter that is not ours has one: a plain one (Megatron's convention), or another tool's."""
+    return not isinstance(param, ShardedParameter) and isinstance(getattr(param, "main_grad", None), Tensor)
 
 
 def _copy(t: Tensor | None) -> Any:

@@ -137,8 +137,9 @@ def weight_grad_buffers(
     `compute_dtype`. Scratch is not initialized.
 
     Raises:
-        RuntimeError: a member brought no tensor or one of another shape, or two members brought memory that overlaps.
-            A GEMM would write past the end of a shard, or over another member's gradient.
+        RuntimeError: a member brought no tensor or one of another shape, or two members brought memory that overlaps,
+            or a member the memory of its own weight. A GEMM would write past the end of a shard, over another member's
+            gradient, or over the weight.
         ValueError: `weights` is empty.
     """
     group = _as_group(weights)
@@ -158,6 +159,8 @@ def weight_grad_buffers(
     # Dynamo cannot trace an address; an implementer that aliases its buffers is caught in eager.
     if not torch.compiler.is_compiling():
         _check_disjoint(brought)
+        for index, buffer in brought:
+            _check_apart(index, buffer, group[index])
     return buffers
 
 
@@ -231,6 +234,16 @@ def _check_disjoint(brought: list[tuple[int, torch.Tensor]]) -> None:
                     f"Members {first} and {second} of the group brought gradient buffers that overlap in memory; "
                     "the wgrad GEMM needs one for each, or one gradient would overwrite the other."
                 )
+
+
+def _check_apart(index: int, buffer: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise when a brought buffer is (a view of) the weight's own memory."""
+    apart = buffer.device != weight.device or not (_address(buffer) and _address(weight))
+    if not apart and _overlaps(buffer, weight):
+        raise RuntimeError(
+            f"Member {index} of the group brought its own weight's memory from grad_buffer(); the wgrad GEMM needs "
+            "memory of its own, or the gradient would overwrite the weight."
+        )
 
 
 def _address(buffer: torch.Tensor) -> int:

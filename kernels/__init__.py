@@ -4,8 +4,8 @@ Every op is functional, takes any strides, accumulates in float32 and rounds onc
 reference, CUDA runs Triton or cuBLAS, fake tensors get shapes without guards.
 """
 
-from gtp_compile.kernels.dense_wgrad import dense_wgrad
+from gtp_compile.kernels.dense_wgrad import dense_wgrad, dense_wgrad_into
 from gtp_compile.kernels.grouped_linear import grouped_linear
-from gtp_compile.kernels.grouped_wgrad import grouped_wgrad
+from gtp_compile.kernels.grouped_wgrad import grouped_wgrad, grouped_wgrad_into
 
-__all__ = ["dense_wgrad", "grouped_linear", "grouped_wgrad"]
+__all__ = ["dense_wgrad", "dense_wgrad_into", "grouped_linear", "grouped_wgrad", "grouped_wgrad_into"]

@@ -49,6 +49,14 @@ def check_out_dtype(op: str, out_dtype: torch.dtype) -> None:
         raise TypeError(f"{op}: out_dtype must be one of {_FLOAT_NAMES}, got {out_dtype}; cast the result instead")
 
 
+def check_out(op: str, out: Tensor, shape: tuple[int, ...], lead: Tensor) -> None:
+    """Check that `out` is memory for a result of `shape`, on the device of `lead`, in a dtype that is stored."""
+    if tuple(out.shape) != shape:
+        raise ValueError(f"{op}: an output must have the shape {shape}, got {tuple(out.shape)}; allocate the full one")
+    check_out_dtype(op, out.dtype)
+    _check_device(op, "an output", out, "dy", lead)
+
+
 def check_same_size(op: str, what: str, **sizes: int | torch.SymInt) -> None:
     """Refuse two sizes, given as `tensor_name=size`, that provably differ.
 

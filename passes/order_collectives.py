@@ -10,6 +10,8 @@ differ; two ranks that issue collectives in different orders wait for each other
 1. A reduction stands where it stood in the joint graph.
 2. A gather that backward repeats stands before its first use by a node that belonged to backward there.
 
+Another tool's protocol hooks may communicate, too, and take part like collectives.
+
 Inductor keeps the order in which collectives stand in the graph that it gets.
 
 Needs: the partition, and the joint graph's order in the context. Leaves: the same sequence of starts on all ranks.
@@ -21,6 +23,7 @@ import torch
 from torch import fx
 
 from gtp_compile.passes.base import PassContext, PassReport, outputs_of
+from gtp_compile.passes.hooked import is_hooked
 from gtp_compile.passes.ordering import stable_sort
 
 __all__ = ["JointOrder", "is_collective_start", "order_collectives"]
@@ -51,7 +54,7 @@ def is_collective_start(node: fx.Node) -> bool:
 def order_collectives(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
     """Sort the collectives of a backward graph by the joint graph's order."""
     report = PassReport()
-    starts = [n for n in gm.graph.nodes if is_collective_start(n)]
+    starts = [n for n in gm.graph.nodes if is_collective_start(n) or is_hooked(n)]
     report.matched = len(starts)
     if ctx.joint_order is None or len(starts) < 2:
         return report

@@ -8,6 +8,9 @@ After:   forward saves the shard f32[N/W, K], an input that lives anyway; backwa
 2. What is made of a gathered weight and an activation is tagged MUST_SAVE (which means: not to be recomputed), unless
    the user's own checkpoint has a say. Recomputing it would bring a gather into backward.
 
+3. Linears that run another tool's hooks are saved like 2, since backward has hooks of its own; and their weights go to
+   backward as the very objects that bear the hooks (a saved-tensor hook would hand over a copy).
+
 By rule, not by cost: the partitioner weighs sizes, ranks differ in their token counts, and all of them must issue the
 same collectives.
 
@@ -18,6 +21,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gtp_compile.passes.base import NOTE, PassContext, PassReport
+from gtp_compile.passes.hooked import hooked_members, is_hooked
 from gtp_compile.passes.insert_collectives import GatherNote
 from gtp_compile.passes.order_collectives import is_collective_start
 
@@ -34,6 +38,8 @@ def recompute_gathers(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
     travelled: set[fx.Node] = set()  # those that a collective stands behind
     backward: set[fx.Node] = set()  # what depends on a tangent, or was made for backward, must carry no tag
     for node in gm.graph.nodes:
+        if is_hooked(node):
+            _keep_identity(node)
         if any(a in backward for a in node.all_input_nodes) or _belongs_to_backward(node):
             backward.add(node)
             continue
@@ -46,9 +52,13 @@ def recompute_gathers(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
             report.changed += 1
         if (is_gather and is_collective_start(node)) or (node in gathered and any(a in travelled for a in inputs)):
             travelled.add(node)
-        elif any(a in travelled for a in inputs) and node.op == "call_function" and "recompute" not in node.meta:
+        elif "recompute" not in node.meta and (is_hooked(node) or _uses(node, travelled)):
             _tag(node, CheckpointPolicy.MUST_SAVE)
     return report
+
+
+def _uses(node: fx.Node, gathered: set[fx.Node]) -> bool:
+    return node.op == "call_function" and any(a in gathered for a in node.all_input_nodes)
 
 
 def _belongs_to_backward(node: fx.Node) -> bool:
@@ -56,6 +66,11 @@ def _belongs_to_backward(node: fx.Node) -> bool:
     if node.op == "placeholder":
         return "tangents" in str(node.target)
     return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _keep_identity(node: fx.Node) -> None:
+    for member in hooked_members(node):
+        member.meta["saved_tensor_with_no_vc_check"] = True
 
 
 def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:

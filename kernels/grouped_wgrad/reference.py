@@ -1,8 +1,11 @@
 """Grouped wgrad as a loop over experts."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from gtp_compile.kernels.dense_wgrad.reference import dense_wgrad_into_reference
 from gtp_compile.kernels.expert_slices import expert_slices
 
 
@@ -14,3 +17,14 @@ def grouped_wgrad_reference(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torc
         if routed.start < routed.stop:
             dw[expert] = dy[routed].float().t() @ x[routed].float()
     return dw
+
+
+def grouped_wgrad_into_reference(dy: Tensor, x: Tensor, offs: Tensor, outs: Sequence[Tensor | None]) -> None:
+    """Write `dy_e^T @ x_e` into `outs[e]` [N, K] for every expert that has one."""
+    for out, routed in zip(outs, expert_slices("gtp::grouped_wgrad", offs, dy.shape[0]), strict=True):
+        if out is None:
+            continue
+        if routed.start < routed.stop:
+            dense_wgrad_into_reference(dy[routed], x[routed], out)
+        else:
+            out.zero_()

@@ -9,6 +9,8 @@
 #         | tail |         |  tail  |
 #   R     +------+ unread  +--------+ unread
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,8 @@ from gtp_compile.kernels.grouped_wgrad.configs import grouped_wgrad_config
 
 # Triton's interpreter multiplies the raw bits of bf16 operands; there the kernel widens them first.
 _INTERPRETED = triton.knobs.runtime.interpret
+
+_TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -38,6 +42,7 @@ def _grouped_wgrad_kernel(
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    TABLE_OF: tl.constexpr,
 ):
     tiles_N = tl.cdiv(N, BLOCK_N)
     tiles_K = tl.cdiv(K, BLOCK_K)
@@ -68,17 +73,43 @@ def _grouped_wgrad_kernel(
             x_RK = x_RK.to(tl.float32)
         dw_NK = tl.dot(tl.trans(dy_RN), x_RK, acc=dw_NK, input_precision="ieee")
 
-    row_N = (expert.to(tl.int64) * N + n_N) * K
-    dw_ptrs_NK = dw_ptr + row_N[:, None] + k_K[None, :]
-    tl.store(dw_ptrs_NK, dw_NK.to(dw_ptr.dtype.element_ty), mask=mask_N[:, None] & mask_K[None, :])
+    if TABLE_OF is None:
+        base = dw_ptr + expert.to(tl.int64) * N * K
+    else:  # one output a expert, of which dw_ptr holds the addresses; 0 where nobody wants that expert's
+        address = tl.load(dw_ptr + expert)
+        mask_N = mask_N & (address != 0)
+        base = address.to(tl.pointer_type(TABLE_OF))
+    dw_ptrs_NK = base + (n_N * K)[:, None] + k_K[None, :]
+    tl.store(dw_ptrs_NK, dw_NK.to(base.dtype.element_ty), mask=mask_N[:, None] & mask_K[None, :])
 
 
 def grouped_wgrad_triton(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Launch one program per output tile; dy [R, N], x [R, K], offs [E] int32 -> [E, N, K] in `out_dtype`."""
+    dw = torch.empty((offs.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype, device=dy.device)
+    if dw.numel():
+        _launch(dy, x, offs, dw, None)
+    return dw
+
+
+def grouped_wgrad_into_triton(dy: Tensor, x: Tensor, offs: Tensor, outs: Sequence[Tensor | None]) -> None:
+    """The same into one `[N, K]` per expert, in place; an expert whose output is None is computed and dropped."""
+    given = [out for out in outs if out is not None and out.numel()]
+    if not given:
+        return
+    (dtype, *others), contiguous = {out.dtype for out in given}, all(out.is_contiguous() for out in given)
+    if others or not contiguous:  # no GEMM writes these; the copy is the price
+        whole = grouped_wgrad_triton(dy, x, offs, torch.float32)
+        for out, part in zip(outs, whole, strict=True):
+            if out is not None:
+                out.copy_(part)
+        return
+    addresses = [0 if out is None else out.data_ptr() for out in outs]
+    table = torch.tensor(addresses, dtype=torch.int64, device=dy.device)
+    _launch(dy, x, offs, table, _TL_DTYPES[dtype])
+
+
+def _launch(dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, table_of: tl.dtype | None) -> None:
     (R, N), K, E = dy.shape, x.shape[1], offs.shape[0]
-    dw = torch.empty((E, N, K), dtype=out_dtype, device=dy.device)
-    if dw.numel() == 0:
-        return dw
     config = grouped_wgrad_config(dy.dtype)
     grid = (E * triton.cdiv(N, config.block_n) * triton.cdiv(K, config.block_k),)
     with torch.cuda.device_of(dy):
@@ -97,7 +128,7 @@ def grouped_wgrad_triton(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.d
             BLOCK_K=config.block_k,
             BAND=config.band,
             INTERPRETED=_INTERPRETED,
+            TABLE_OF=table_of,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return dw

@@ -140,7 +140,8 @@ def describe(unit: Unit, module: nn.Module, x: Tensor, dy: Tensor, wire: dict[in
     for param, want in zip(module.parameters(), wanted, strict=True):
         main_grad, grad = getattr(param, "main_grad", None), param.grad
         placed = isinstance(param, ShardedParameter)
-        kept = main_grad if placed and main_grad is not None else grad
+        added = placed or getattr(param, "grad_added_to_main_grad", False)
+        kept = main_grad if added and main_grad is not None else grad
         members.append(
             {
                 "placed": placed,
@@ -178,8 +179,19 @@ def test_truth_table(compute, shard, subtests):
         with subtests.test(unit.name):
             for rank in (0, 1):
                 check(unit, DTYPES[compute], DTYPES[shard], off[rank][unit.name], explained=rank == 0)
-                if unit.protocol != "plain":  # the opt-in changes nothing, to the bit
-                    assert {**on[rank][unit.name], "row": None} == {**off[rank][unit.name], "row": None}
+                check_opt_in(unit, on[rank][unit.name], off[rank][unit.name])
+
+
+def check_opt_in(unit: Unit, on: dict[str, Any], off: dict[str, Any]) -> None:
+    """`accumulate_into_main_grad` changes no distributed weight by a bit; plain ones with a main_grad have it there."""
+    attached = DTYPES.get(unit.main_grad)
+    assert on["wire"] == off["wire"]
+    for i, (member, before) in enumerate(zip(on["members"], off["members"], strict=True)):
+        if member["placed"] or attached is None:
+            assert member == before
+        else:
+            assert member["main_grad_changed"] == (SPLITS[unit.experts][i] > 0)
+            assert member["error"] <= BOUND[attached]
 
 
 def check(unit: Unit, compute: torch.dtype, shard: torch.dtype, got: dict[str, Any], explained: bool) -> None:

@@ -15,7 +15,7 @@ from kernel_testing import (
 )
 
 from gtp_compile.kernels.grouped_linear.triton import grouped_linear_triton
-from gtp_compile.kernels.grouped_wgrad.triton import grouped_wgrad_triton
+from gtp_compile.kernels.grouped_wgrad.triton import grouped_wgrad_into_triton, grouped_wgrad_triton
 
 # The interpreter truncates where a GPU rounds to nearest, so a narrow output is held to one unit in the last place.
 ONE_ULP = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-6}
@@ -43,6 +43,17 @@ def test_grouped_wgrad_stores_operand_dtype(dtype: torch.dtype) -> None:
     dw = grouped_wgrad_triton(dy, dy, case.offs(), dtype)
     assert dw.dtype == dtype
     assert relative_error(dw, wgrad_float64(dy, dy, case.slices)) <= ONE_ULP[dtype]
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.counts and c.n * c.k], ids=case_id)
+def test_grouped_wgrad_into_outputs_of_their_own(case: Case) -> None:
+    dy = case.matrix(case.n, torch.float32, layout="contiguous", seed=1)
+    x = case.matrix(case.k, torch.float32, layout="contiguous", seed=2)
+    outs: list[torch.Tensor | None] = [torch.full((case.n, case.k), torch.nan) for _ in case.counts]
+    outs[-1] = None
+    grouped_wgrad_into_triton(dy, x, case.offs(), outs)
+    for out, want in zip(outs, wgrad_float64(dy, x, case.slices), strict=True):
+        assert out is None or relative_error(out, want) <= 1e-6
 
 
 WEIGHTS = [(dtype, "fprop") for dtype in DTYPES] + [(torch.float32, "dgrad")]
