@@ -168,7 +168,7 @@ class PickedExperts(nn.Module):
 
 
 class Batched(nn.Module):
-    """A batched GEMM over all experts: a form of weight gradient that no pass knows."""
+    """A batched GEMM over all experts, each with equally many rows (capacity factor)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,6 +176,28 @@ class Batched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.bmm(x.to(BF16), self.proj.transpose(-2, -1))
+
+
+class Broadcast(nn.Module):
+    """One weight for a batch of matrices, expanded by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Parameter(torch.randn(OUT, IN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.to(BF16), self.proj.t().expand(x.shape[0], -1, -1))
+
+
+class Scaled(nn.Module):
+    """Experts that are scaled before their GEMM, each by a number of a tensor: a form that no pass knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Parameter(torch.randn(EXPERTS, OUT, IN))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return torch.bmm(x.to(BF16), (self.proj * scale).transpose(-2, -1))
 
 
 # What shard does with them.
@@ -249,6 +271,8 @@ MODELS: dict[str, Callable[[], Tiny]] = {
     "checkpointed": lambda: Tiny(Blocks(2, checkpointed=True), (_x(ROWS, IN),)),
     "picked": lambda: Tiny(PickedExperts(), (_x(ROWS, IN), _IDS)),
     "batched": lambda: Tiny(Batched(), (_x(EXPERTS, ROWS, IN),)),
+    "broadcast": lambda: Tiny(Broadcast(), (_x(EXPERTS, ROWS, IN),)),
+    "scaled": lambda: Tiny(Scaled(), (_x(EXPERTS, ROWS, IN), _x(EXPERTS, 1, 1))),
 }
 
 

@@ -39,7 +39,7 @@ def test_the_users_own_grouped_gemms_stay():
     assert forward.args[1].meta["val"].ndim == 3
 
 
-@pytest.mark.parametrize("name", ["dense", "grouped_stacked", "embedding", "batched"])
+@pytest.mark.parametrize("name", ["dense", "grouped_stacked", "embedding", "batched", "scaled"])
 def test_other_gradients_are_none_of_its_business(name):
     graph = behind(name, "group_wgrads")
     before = graph.text()
