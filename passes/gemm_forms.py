@@ -13,7 +13,6 @@ nothing, and the gradient is followed, or refused, node by node. `FORMS` at the 
 """
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +25,7 @@ import gtp_compile.kernels  # noqa: F401  (registers the ops)
 from gtp_compile.kernels.checks import FLOAT_DTYPES
 from gtp_compile.passes.base import NOTE
 from gtp_compile.passes.emit import Emit, GraphEmit
+from gtp_compile.passes.picked_rows import pick_rows, sort_by_expert, times_rows
 from gtp_compile.passes.view_dims import Dim, Dims, dims_behind, dims_of, is_rearrangement
 
 __all__ = [
@@ -248,9 +248,9 @@ def find_picked(node: fx.Node) -> Gemm | None:
         return None
 
     def write(emit: Emit, dtype: torch.dtype) -> Any:
-        order, offs = _sort_by_expert(emit, ids, base.meta["val"].shape[0])
-        sides = [_pick(emit, t, order) for t in _sides(emit, product, features)]
-        dw = emit(gtp.grouped_wgrad.default, *sides, _times_rows(emit, offs, product.b), dtype)
+        order, offs = sort_by_expert(emit, ids, base.meta["val"].shape[0])
+        sides = [pick_rows(emit, t, order) for t in _sides(emit, product, features)]
+        dw = emit(gtp.grouped_wgrad.default, *sides, times_rows(emit, offs, product.b), dtype)
         return _shaped(emit, dw, node.meta["val"].shape)
 
     inside = [*product.inside, base]
@@ -402,34 +402,6 @@ def _fold(emit: Emit, x: Any, experts: Sequence[Dim], rows: Sequence[Dim]) -> An
         order = [batch.index(d) for d in (*experts, *rows)]
         x = emit(aten.permute.default, x, [*order, len(batch), len(batch) + 1])
     return emit(aten.reshape.default, x, [math.prod(d.size for d in experts), -1, features])
-
-
-def _sort_by_expert(emit: Emit, ids: fx.Node, experts: int) -> tuple[Any, Any]:
-    """The order that sorts `ids`, and where each expert's end: `(i64[S], i32[E])`. Ids past the last are behind all."""
-    flat: Any = ids if ids.meta["val"].ndim == 1 else emit(aten.reshape.default, ids, [-1])
-    # An index below zero counts from the end.
-    from_end = emit(aten.add.Tensor, flat, experts)
-    flat = emit(aten.where.self, emit(aten.lt.Scalar, flat, 0), from_end, flat)
-    pair = emit(aten.sort.stable, flat, stable=True)
-    value = emit.value(flat)
-    each = emit(
-        prims.iota.default, experts, start=0, step=1, dtype=value.dtype, device=value.device, requires_grad=False
-    )
-    ends = emit(aten.searchsorted.Tensor, emit(operator.getitem, pair, 0), each, out_int32=True, right=True)
-    return emit(operator.getitem, pair, 1), ends
-
-
-def _times_rows(emit: Emit, offs: Any, x: fx.Node) -> Any:
-    """Offsets of rows, from those of the batch of `x [B, C, K]`."""
-    rows: Any = x.meta["val"].shape[1]
-    if statically_known_true(rows == 1):
-        return offs
-    return emit(aten.mul.Tensor, offs, rows if isinstance(rows, int) else emit(aten.sym_size.int, x, 1))
-
-
-def _pick(emit: Emit, x: Any, order: Any) -> Any:
-    """`x [B, C, K]` in another order of its batch, as rows `[B * C, K]`."""
-    return emit(aten.reshape.default, emit(aten.index.Tensor, x, [order]), [-1, emit.value(x).shape[-1]])
 
 
 def _shaped(emit: Emit, x: Any, shape: Sequence[Any]) -> Any:

@@ -35,7 +35,7 @@ prims = torch.ops.prims
 GEMM_MODELS = (
     "dense", "twice", "thrice", "read_once", "parts", "experts", "experts_transposed", "grouped_stacked", "one_by_one",
     "leader_only", "leader_only_torch", "leader_only_transposed", "frozen_member", "batched", "broadcast",
-    "picked",
+    "picked", "batched_experts", "batched_experts_transposed",
 )  # fmt: skip
 OTHER_MODELS = (
     "dense_bias", "grouped", "embedding", "layer_norm", "rms_norm", "expert_bias_index", "expert_bias_select", "tied",
