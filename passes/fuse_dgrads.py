@@ -13,6 +13,7 @@ Needs: anchors. Leaves: no matrix for each row between forward and backward, or 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,7 +37,7 @@ def fuse_dgrads(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
         for picked in [u for u in weight.users if _picks_whole_matrices(u, weight)]:
             for user, operand, dims in list(_readers_in_backward(picked)):
                 report.matched += 1
-                if not _is_bmm_with(user, operand, dims):
+                if dims is None or not _is_bmm_with(user, operand, dims):
                     report.skip(user, f"{user.name}: reads a weight for each row, which forward keeps until backward")
                     continue
                 emit = GraphEmit(gm.graph, like=user)
@@ -52,8 +53,11 @@ def _picks_whole_matrices(node: fx.Node, weight: fx.Node) -> bool:
     """Whether a node is `weight[ids]`, one matrix of a stack for each id."""
     if node.target is not aten.index.Tensor or node.args[0] is not weight or weight.meta["val"].ndim != 3:
         return False
-    (*_, ids) = indices = node.args[1]  # type: ignore[misc]
-    return len(indices) == 1 and ids.meta["val"].ndim == 1 and ids.meta["val"].dtype in (torch.int32, torch.int64)
+    indices: Any = node.args[1]
+    if len(indices) != 1 or indices[0] is None:
+        return False
+    ids = indices[0].meta["val"]
+    return ids.ndim == 1 and ids.dtype in (torch.int32, torch.int64)
 
 
 def _readers_in_backward(picked: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, Dims | None]]:
@@ -68,13 +72,12 @@ def _readers_in_backward(picked: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, Di
                 yield user, node, dims
 
 
-def _is_bmm_with(user: fx.Node, operand: fx.Node, dims: Dims | None) -> bool:
+def _is_bmm_with(user: fx.Node, operand: fx.Node, dims: Dims) -> bool:
     """Whether `user` multiplies `operand`, a batch of the picked matrices, perhaps transposed, by something else."""
     return (
         user.target is aten.bmm.default
         and user.args[0] is not user.args[1]
         and operand.meta["val"].dtype in FLOAT_DTYPES
-        and dims is not None
         and len(dims) == 3
         and None not in dims
         and dims[0].is_batch  # type: ignore[union-attr]
@@ -83,7 +86,7 @@ def _is_bmm_with(user: fx.Node, operand: fx.Node, dims: Dims | None) -> bool:
 
 def _write(emit: Emit, bmm: fx.Node, operand: fx.Node, dims: Dims, weight: fx.Node, ids: fx.Node) -> fx.Node:
     is_left = bmm.args[0] is operand  # [S, M, C] @ [S, C, rows], or [S, rows, C] @ [S, C, M]
-    other = bmm.args[1 if is_left else 0]
+    other: Any = bmm.args[1 if is_left else 0]
     if is_left:
         other = emit(aten.permute.default, other, [0, 2, 1])
     order, offs = sort_by_expert(emit, ids, weight.meta["val"].shape[0])

@@ -127,7 +127,7 @@ def find_mm(node: fx.Node) -> Gemm | None:
     """`mm(dy^T, x)`; of a single row also `mul(dy [N, 1], x [1, K])`, as Inductor writes it."""
     if node.target is not aten.mm.default and not is_outer_product(node):
         return None
-    a, b = node.args[:2]
+    a, b = _args(node)
     return Gemm(node, [a, b], lambda emit, dtype: emit(gtp.dense_wgrad.default, _swapped(emit, a), b, dtype))
 
 
@@ -135,7 +135,7 @@ def find_grouped_mm(node: fx.Node) -> Gemm | None:
     """`_grouped_mm(dy^T, x, offs)`."""
     if not is_grouped_wgrad_mm(node):
         return None
-    a, b, offs = node.args[:3]
+    a, b, offs = _args(node)[:3]
     return Gemm(
         node, [a, b, offs], lambda emit, dtype: emit(gtp.grouped_wgrad.default, _swapped(emit, a), b, offs, dtype)
     )
@@ -143,8 +143,12 @@ def find_grouped_mm(node: fx.Node) -> Gemm | None:
 
 def find_own(node: fx.Node) -> Gemm | None:
     """`gtp::dense_wgrad` and `gtp::grouped_wgrad`."""
-    *operands, _ = node.args
+    *operands, _ = _args(node)
     return Gemm(node, operands, lambda emit, dtype: emit(node.target, *operands, dtype))
+
+
+def _args(node: fx.Node) -> list[Any]:
+    return list(node.args)
 
 
 def is_grouped_wgrad_mm(node: fx.Node) -> bool:
@@ -264,7 +268,7 @@ def _product_at(node: Any) -> _Product | None:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     if node.target is aten.bmm.default:
-        a, b = node.args
+        a, b = _args(node)
     elif node.target is aten.mul.Tensor and (pair := _outer_pair(node)):
         a, b = pair
         if all(_is_widening(t) for t in pair) and len({t.args[0].meta["val"].dtype for t in pair}) == 1:  # type: ignore[union-attr]
@@ -313,12 +317,13 @@ def _product_behind(node: Any) -> _Product | None:
     product = _product_at(node)
     if product is None:
         return None
-    dims: Dims | None = product.dims
+    dims = product.dims
     for view in reversed(path):
         if view.target not in _CASTS:
-            dims = dims_behind(dims, view)
-            if dims is None:
+            behind = dims_behind(dims, view)
+            if behind is None:
                 return None
+            dims = behind
     return _Product(product.a, product.b, dims, [*product.inside, *reversed(path)])
 
 
@@ -343,8 +348,8 @@ def _is_zero(node: fx.Node) -> bool:
     if node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default):
         return True
     if node.target in (aten.full.default, aten.full_like.default):
-        return node.args[1] == 0
-    return node.target is aten.new_full.default and node.args[2] == 0
+        return bool(node.args[1] == 0)
+    return node.target is aten.new_full.default and bool(node.args[2] == 0)
 
 
 def _is_whole(base: fx.Node, ids: fx.Node, put: fx.Node) -> bool:

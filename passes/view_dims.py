@@ -62,11 +62,12 @@ def dims_behind(dims: Dims, view: fx.Node) -> Dims | None:
     if view.target not in _PERMUTES:
         return _reshaped(dims, view.meta["val"].shape)
     ndim = len(dims)
+    args: Any = view.args
     order = list(range(ndim))
     if view.target is aten.permute.default:
-        order = [d % ndim for d in view.args[1]]  # type: ignore[union-attr, operator]
+        order = [d % ndim for d in args[1]]
     elif ndim > 1:
-        one, other = (0, 1) if view.target is aten.t.default else (d % ndim for d in view.args[1:])  # type: ignore[operator]
+        one, other = (0, 1) if view.target is aten.t.default else (d % ndim for d in args[1:])
         order[one], order[other] = order[other], order[one]
     return [dims[d] for d in order]
 

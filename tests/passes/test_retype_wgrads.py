@@ -235,14 +235,16 @@ def test_no_operand_is_ignored(compute, reason):
 @pytest.mark.parametrize(
     "scattered",
     [
-        lambda rows, ids: aten.index_put.default(_zeros(32, OUT, IN), [ids], rows),
+        lambda rows, ids: aten.index_put.default(
+            _zeros(32, OUT, IN), [ids + 3 * torch.arange(8).repeat_interleave(3)], rows
+        ),
         lambda rows, ids: aten.index_put.default(_zeros(OUT, 32, IN), [None, ids], rows.transpose(0, 1), True),
         lambda rows, ids: aten.index_put.default(_zeros(32, OUT, IN) + 1, [ids], rows, True),
         lambda rows, ids: aten.index_put.default(_zeros(ROWS, OUT, IN), [ids < 2], rows[:19], True),
         lambda rows, ids: aten.index_add.default(_zeros(32, OUT, IN), 0, ids, rows, alpha=2),
         lambda rows, ids: aten.index_add.default(_zeros(OUT, 32, IN), 1, ids, rows.transpose(0, 1)),
     ],
-    ids=["last_one_wins", "second_dim", "base_is_not_zero", "mask", "alpha", "index_add_second_dim"],
+    ids=["not_accumulated", "second_dim", "base_is_not_zero", "mask", "alpha", "index_add_second_dim"],
 )
 def test_another_scatter_is_no_sort(scattered):
     """What is scattered is followed on its own, and the scatter keeps its operands."""
