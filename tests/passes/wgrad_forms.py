@@ -292,3 +292,4 @@ _REDUCTION_FORMS = (
 
 FORMS = (*_MM_FORMS, *_BMM_FORMS, *_BATCH_SUM_FORMS, *_PICKED_FORMS, *_PATH_FORMS, *_REDUCTION_FORMS)
 GEMM_FORMS = tuple(f for f in FORMS if f.gemms)
+FUSED_FORMS = (*_BATCH_SUM_FORMS, *_PICKED_FORMS)  # where our kernel does less work in any dtype
