@@ -306,7 +306,7 @@ def test_debug_dir_gets_every_step(tmp_path):
     for number, name in enumerate(PASS_NAMES, 1):
         assert "after " + name in files[f"{number:02d}_{name}.after.py"].splitlines()[0]
         assert f"{number:02d}_{name}.diff" in files
-    assert "05_backward.captured.py" in files
+    assert "06_backward.captured.py" in files
     diff = files["02_retype_wgrads.diff"]
     assert re.search(r"^-.*torch\.ops\.aten\.mm\.default", diff, re.M)
     assert re.search(r"^\+.*torch\.ops\.gtp\.dense_wgrad\.default", diff, re.M)
