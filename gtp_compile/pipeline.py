@@ -2,6 +2,7 @@
 
 from gtp_compile.passes import (
     accumulate_main_grads,
+    fuse_dgrads,
     fuse_wgrads,
     group_wgrads,
     insert_collectives,
@@ -19,6 +20,7 @@ JOINT_PASSES: tuple[Pass, ...] = (
     group_wgrads,  # first: the others need to know which gradients belong together, and a weight's sum in one place
     retype_wgrads,  # before fuse: it decides what the GEMMs write, fuse only how
     fuse_wgrads,  # while the wgrad still ends in its anchor, which tells it apart from the user's own GEMMs
+    fuse_dgrads,  # while a gathered weight is one node
     insert_collectives,  # after all that looks for anchors
     recompute_gathers,  # last: it tags what the one before inserted, and views of it that the user's code made
 )

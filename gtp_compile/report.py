@@ -28,6 +28,7 @@ class Row:
         layout: e.g. "Shard(1) over 2 ranks".
         kind: "gemm", "reduction" (norms, biases, embeddings), or "eager" (in no compiled graph that trains).
         matched: whether all of the gradient was traced to its GEMMs or reductions.
+        form: how the model wrote what computes the gradient: one of `passes/gemm_forms.py`, "reduce" or "scatter".
         reason: why not ("" if matched).
         gemm_dtype, scratch_dtype, wire_dtype, sum_dtype, main_grad_dtype: the chain, e.g. "float32"; None where there
             is no such hop.
@@ -40,6 +41,7 @@ class Row:
     layout: str
     kind: str
     matched: bool
+    form: str
     reason: str
     gemm_dtype: str | None = None
     scratch_dtype: str | None = None
@@ -118,6 +120,7 @@ def _row(info: GroupInfo, names: list[str]) -> Row:
         layout=_layout(info.layout),
         kind=info.kind,
         matched=info.matched,
+        form=info.form,
         reason=info.reason,
         gemm_dtype=_dtype(info.gemm_dtype),
         scratch_dtype=_dtype(info.scratch_dtype),
@@ -138,7 +141,7 @@ def _unseen(leaf: ComputeLeaf) -> Row:
     )
     main_grad = leaf.main_grad
     return Row(
-        [leaf.fqn], leaf.fqn, _layout(leaf.mesh_layout), "eager", not leaf.requires_grad, reason,
+        [leaf.fqn], leaf.fqn, _layout(leaf.mesh_layout), "eager", not leaf.requires_grad, "", reason,
         main_grad_dtype=None if main_grad is None else _dtype_of(main_grad),
     )  # fmt: skip
 
@@ -176,7 +179,7 @@ def table(rows: Sequence[Row], errors: dict[str, Sequence[float | None]] | None 
                 *cells,
                 f"{r.wire_bytes:,}",
                 *shown,
-                r.reason,
+                r.form if r.matched and r.form else r.reason,
             ]
         )
     widths = [max(len(line[c]) for line in lines) for c in range(len(head))]

@@ -101,8 +101,9 @@ class JointGraph:
         inputs = [p.detach() if isinstance(p, Tensor) else p for p in self.primals]
         for node in placeholders[len(inputs) :]:
             value = node.meta["val"]
-            tangent = torch.randn(tuple(value.shape), generator=generator).to(value.dtype)
-            inputs.append(tangent.to(value.device))
+            tangent = torch.randn(tuple(value.shape), generator=generator).to(value.device, value.dtype)
+            # The graph was traced for gradients with these strides; its views may need them.
+            inputs.append(tangent.new_empty_strided(tuple(value.shape), value.stride()).copy_(tangent))
         for x in inputs:
             if isinstance(x, Tensor):
                 x.emit = DryEmit()  # type: ignore[attr-defined]  # an anchor that is still in the graph stays local, too

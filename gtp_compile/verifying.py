@@ -143,7 +143,7 @@ class _Float64Run(fx.Interpreter):
         if target is torch.ops.prims.convert_element_type.default or target is torch.ops.aten._to_copy.default:
             return args[0]
         if target is gtp.dense_wgrad.default:
-            return args[0].t() @ args[1]
+            return args[0].mT @ args[1]
         if target is gtp.grouped_wgrad.default:
             return _grouped_wgrad(*args[:3])
         if target is torch.ops.aten._grouped_mm.default:

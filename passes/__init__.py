@@ -6,6 +6,7 @@ their number and order; nothing depends on the order of a set; no mutation befor
 
 from gtp_compile.passes.accumulate_main_grads import accumulate_main_grads
 from gtp_compile.passes.base import PassContext, PassReport
+from gtp_compile.passes.fuse_dgrads import fuse_dgrads
 from gtp_compile.passes.fuse_wgrads import fuse_wgrads
 from gtp_compile.passes.group_wgrads import group_wgrads
 from gtp_compile.passes.insert_collectives import insert_collectives
@@ -17,6 +18,7 @@ __all__ = [
     "PassContext",
     "PassReport",
     "accumulate_main_grads",
+    "fuse_dgrads",
     "fuse_wgrads",
     "group_wgrads",
     "insert_collectives",

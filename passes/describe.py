@@ -14,8 +14,9 @@ from torch import fx
 from gtp_compile.passes.anchors import Finalize
 from gtp_compile.passes.base import NOTE
 from gtp_compile.passes.collective_ops import Layout
+from gtp_compile.passes.gemm_forms import form_of
 from gtp_compile.passes.insert_collectives import AccumulateNote, ReduceNote
-from gtp_compile.passes.wgrad_patterns import find_chain
+from gtp_compile.passes.wgrad_patterns import Chain, find_chain, kind_of
 
 __all__ = ["GroupInfo", "check_dtypes", "describe_groups", "describe_wire", "wire_bytes"]
 
@@ -28,6 +29,7 @@ class GroupInfo:
         inputs: positions of the members' shards among the graph's inputs, leader first.
         layout: where the parts live.
         kind: "gemm" (the gradient is a GEMM's), or "reduction" (norms, biases, embeddings).
+        form: what computes the gradient, as the model wrote it ("picked", "mm + scatter"); "" if nothing known does.
         reason: why (part of) the gradient is not matched; "" where all of it is.
         gemm_dtype: what the GEMM (or reduction) writes; None if none is known.
         scratch_dtype: what reaches the anchor.
@@ -42,6 +44,7 @@ class GroupInfo:
     inputs: tuple[int, ...]
     layout: Layout
     kind: str
+    form: str
     reason: str
     gemm_dtype: torch.dtype | None
     scratch_dtype: torch.dtype
@@ -77,6 +80,7 @@ def _describe(anchor: Finalize, positions: dict[fx.Node, int]) -> GroupInfo:
         inputs=tuple(positions[s] for s in anchor.shards),
         layout=anchor.layout,
         kind="gemm" if chain.gemms or reason else "reduction",
+        form=_form(chain),
         reason=reason,
         gemm_dtype=min((n.meta["val"].dtype for n in sources), key=lambda d: d.itemsize, default=None),
         scratch_dtype=anchor.grad.meta["val"].dtype,
@@ -87,6 +91,11 @@ def _describe(anchor: Finalize, positions: dict[fx.Node, int]) -> GroupInfo:
         full_shape=tuple(full_shape),
         member_ndim=anchor.shards[0].meta["val"].ndim,
     )
+
+
+def _form(chain: Chain) -> str:
+    forms = [form_of(gemm) for gemm in chain.gemms.values()] + [str(kind_of(n)) for n in chain.reductions]
+    return " + ".join(dict.fromkeys(forms))
 
 
 def _widen_reason(node: fx.Node) -> str:

@@ -38,6 +38,9 @@ def _program(chain: Chain) -> fx.Graph:
     program = fx.Graph()
     env = {n: program.placeholder(n.name) for n in dict.fromkeys(chain.operands)}
     for node in chain.nodes:
-        env[node] = program.node_copy(node, lambda n: env[n])
+        inside = chain.gemms[node].inside if node in chain.gemms else []
+        for n in (*inside, node):
+            if n not in env:
+                env[n] = program.node_copy(n, lambda a: env[a])
     program.output(env[chain.root])
     return program

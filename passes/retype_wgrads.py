@@ -25,7 +25,8 @@ from torch import fx
 from gtp_compile.passes.anchors import Finalize
 from gtp_compile.passes.base import PassContext, PassReport
 from gtp_compile.passes.emit import insert_call
-from gtp_compile.passes.wgrad_patterns import Chain, find_chain, kind_of, transposed
+from gtp_compile.passes.gemm_forms import write_gemm
+from gtp_compile.passes.wgrad_patterns import Chain, find_chain, kind_of
 
 __all__ = ["retype_wgrads"]
 
@@ -91,22 +92,11 @@ class _Retype:
             return node  # typed for another anchor that it reaches, too
         with self.graph.inserting_before(node.next):
             if kind == "gemm":
-                return self._gemm(node)
+                return write_gemm(self.graph, self.chain.gemms[node], self.dtype)
             kwargs = dict(node.kwargs)
             if kind in ("reduce", "factory"):
                 kwargs["dtype"] = self.dtype
             return insert_call(self.graph, node.target, tuple(self._arg(node, a) for a in node.args), kwargs, like=node)
-
-    def _gemm(self, node: fx.Node) -> fx.Node:
-        gtp = torch.ops.gtp
-        if node.target in (gtp.dense_wgrad.default, gtp.grouped_wgrad.default):
-            args: tuple[Any, ...] = (*node.args[:-1], self.dtype)
-            return insert_call(self.graph, node.target, args, like=node)
-        a, b, *offs = node.args
-        dy = transposed(a) or insert_call(self.graph, aten.permute.default, (a, [1, 0]), like=node)  # type: ignore[arg-type]
-        if node.target is not aten._grouped_mm.default:
-            return insert_call(self.graph, gtp.dense_wgrad.default, (dy, b, self.dtype), like=node)
-        return insert_call(self.graph, gtp.grouped_wgrad.default, (dy, b, offs[0], self.dtype), like=node)
 
     def _arg(self, node: fx.Node, arg: Any) -> Any:
         if isinstance(arg, list | tuple):

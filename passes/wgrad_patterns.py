@@ -1,10 +1,7 @@
 """Finder: from the gradient that reaches an anchor back to what computed it. Pure; edits nothing.
 
-    mm(dy^T, x)                                   dense GEMM (of one row: mul(dy^T, x))
-    _grouped_mm(dy^T, x, offs)      2-D x 2-D     grouped GEMM            [E, N, K]
-    _grouped_mm(x^T, dy, offs)      2-D x 2-D     the same, transposed    [E, K, N]
-    gtp::dense_wgrad, gtp::grouped_wgrad          our own, typed already
-    sum(dy * x_hat)                               reduction (norms, biases); a sum of GEMMs: a broadcast weight
+    a GEMM                                        in one of the forms of `gemm_forms`
+    sum(dy * x_hat)                               reduction (norms, biases)
     index_put(zeros, ids, dy, accumulate)         scatter (embeddings, per-expert biases)
       |
       |  views, casts, stacks, slices' backwards, sums of several uses, multiplications by a number
@@ -23,8 +20,9 @@ import torch
 from torch import fx
 
 from gtp_compile.passes.base import Skip
+from gtp_compile.passes.gemm_forms import Gemm, find_gemm
 
-__all__ = ["Chain", "Kind", "find_chain", "is_grouped_wgrad_mm", "is_outer_product", "kind_of", "transposed"]
+__all__ = ["Chain", "Kind", "find_chain", "kind_of"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -48,7 +46,6 @@ _KINDS: dict[Any, Kind] = {
     **dict.fromkeys((aten.add.Tensor,), "add"),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default), "scale"),
     **dict.fromkeys((prims.convert_element_type.default, aten._to_copy.default), "cast"),
-    **dict.fromkeys((aten.mm.default, aten._grouped_mm.default), "gemm"),
     **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default), "reduce"),
     **dict.fromkeys(
         (
@@ -65,10 +62,6 @@ _KINDS: dict[Any, Kind] = {
 }  # fmt: skip
 
 
-def _own_gemms() -> tuple[Any, ...]:
-    return torch.ops.gtp.dense_wgrad.default, torch.ops.gtp.grouped_wgrad.default
-
-
 @dataclass(slots=True)
 class Chain:
     """The computation of one gradient, from operands to the anchor.
@@ -77,14 +70,15 @@ class Chain:
         root: the node that reaches the anchor.
         nodes: every node whose dtype follows the gradient's, inputs before users; the last one is the root.
         operands: the nodes where the chain is cut; their own dtype is not the gradient's business.
-        gemms, reductions: the nodes among `nodes` that compute (`reductions` holds the scatters, too).
+        gemms: the nodes among `nodes` that are results of GEMMs, each with the GEMM.
+        reductions: the others that compute, scatters too.
         unknown: the operands at which a gradient arrives in a form that is not known, with the reason.
     """
 
     root: fx.Node
     nodes: list[fx.Node] = field(default_factory=list)
     operands: list[fx.Node] = field(default_factory=list)
-    gemms: list[fx.Node] = field(default_factory=list)
+    gemms: dict[fx.Node, Gemm] = field(default_factory=dict)
     reductions: list[fx.Node] = field(default_factory=list)
     unknown: dict[fx.Node, Skip] = field(default_factory=dict)
 
@@ -98,52 +92,14 @@ def kind_of(node: fx.Node) -> Kind | None:
     """What role a node may play in a chain; None if none."""
     if node.op != "call_function":
         return None
-    if node.target in _own_gemms():
+    if find_gemm(node) is not None:
         return "gemm"
     kind = _KINDS.get(node.target)
-    if is_outer_product(node):
-        return "gemm"
-    if kind == "gemm" and node.target is aten._grouped_mm.default and not is_grouped_wgrad_mm(node):
-        return None
     if kind == "scale" and any(isinstance(a, fx.Node) for a in node.args[1:]):
         return None
     if kind == "add" and (node.kwargs.get("alpha", 1) != 1 or not isinstance(node.args[1], fx.Node)):
         return None
     return kind
-
-
-def is_grouped_wgrad_mm(node: fx.Node) -> bool:
-    """Whether a `_grouped_mm` contracts over ragged rows (2-D x 2-D with offsets), which only a wgrad does."""
-    a, b, *rest = node.args
-    return (
-        isinstance(a, fx.Node)
-        and isinstance(b, fx.Node)
-        and a.meta["val"].ndim == 2
-        and b.meta["val"].ndim == 2
-        and bool(rest)
-        and rest[0] is not None
-    )
-
-
-def is_outer_product(node: fx.Node) -> bool:
-    """Whether a multiplication is the wgrad of a single row, `[N, 1] * [1, K]`: Inductor writes that GEMM so."""
-    if node.target is not aten.mul.Tensor or not all(isinstance(a, fx.Node) for a in node.args):
-        return False
-    a, b = (tuple(arg.meta["val"].shape) for arg in node.args)  # type: ignore[union-attr]
-    return len(a) == len(b) == 2 and a[1] == 1 and b[0] == 1 and a[0] != 1 and b[1] != 1
-
-
-def transposed(node: fx.Node) -> fx.Node | None:
-    """The 2-D tensor of which `node` is the transpose, if it was made that way."""
-    if node.op != "call_function":
-        return None
-    if node.target is aten.t.default:
-        return node.args[0]  # type: ignore[return-value]
-    if node.target is aten.permute.default and list(node.args[1]) == [1, 0]:  # type: ignore[arg-type]
-        return node.args[0]  # type: ignore[return-value]
-    if node.target is aten.transpose.int and node.meta["val"].ndim == 2 and node.args[1] != node.args[2]:
-        return node.args[0]  # type: ignore[return-value]
-    return None
 
 
 def find_chain(root: fx.Node, dtype: torch.dtype) -> Chain:
@@ -173,16 +129,26 @@ def _scattered(node: fx.Node) -> list[Any]:
 
 
 def _reduced(node: fx.Node) -> list[Any]:
-    """What a sum adds up where that is weight gradients: a GEMM's result, summed to a matrix (a broadcast weight)."""
-    source, _ = _source(node.args[0])
+    """What a sum adds up where that is weight gradients: matrices that a GEMM computed (a broadcast weight)."""
+    source, _ = _source(node.args[0], ("view", "cast", "scale"))
     is_matrix = sum(size != 1 for size in node.meta["val"].shape) >= 2
-    return [node.args[0]] if is_matrix and source.target in _GEMMS else []
+    computes = source.target in _GEMMS or kind_of(source) == "gemm" or _is_scaled_gemm(source)
+    return [node.args[0]] if is_matrix and computes else []
 
 
-def _source(node: Any) -> tuple[fx.Node, bool]:
-    """What computed a value, behind views and casts; and whether nobody else reads it on the way."""
+def _is_scaled_gemm(node: fx.Node) -> bool:
+    """Whether a node is a GEMM's matrices, each times a number of a tensor (a broadcast weight that was scaled)."""
+    if node.target not in (aten.mul.Tensor, aten.div.Tensor):
+        return False
+    factors = [a for a in node.args if isinstance(a, fx.Node)]
+    is_scale = [a.meta["val"].ndim >= 2 and tuple(a.meta["val"].shape[-2:]) == (1, 1) for a in factors]
+    return any(is_scale) and any(_source(a)[0].target in _GEMMS for a in factors)
+
+
+def _source(node: Any, kinds: tuple[Kind, ...] = ("view", "cast")) -> tuple[fx.Node, bool]:
+    """What computed a value, behind nodes of these kinds; and whether nobody else reads it on the way."""
     alone = len(node.users) == 1
-    while kind_of(node) in ("view", "cast"):
+    while kind_of(node) in kinds:
         node = node.args[0]
         alone = alone and len(node.users) == 1
     return node, alone
@@ -236,10 +202,12 @@ class _Walk:
         kind = kind_of(node)
         assert kind is not None
         follow = _FOLLOW[kind](node)
-        self.chain.operands += [a for a in node.all_input_nodes if a not in follow and a not in self.chain.operands]
+        gemm = find_gemm(node) if kind == "gemm" else None
+        read = gemm.operands if gemm is not None else node.all_input_nodes
+        self.chain.operands += [a for a in dict.fromkeys(read) if a not in follow and a not in self.chain.operands]
         self.chain.nodes.append(node)
-        if kind == "gemm":
-            self.chain.gemms.append(node)
+        if gemm is not None:
+            self.chain.gemms[node] = gemm
         elif kind in ("reduce", "scatter"):
             self.chain.reductions.append(node)
 
@@ -249,4 +217,7 @@ def _why_unknown(node: fx.Node) -> str:
         return f"the gradient comes from outside this graph ({node.name}); its GEMM is in another graph"
     if node.target is aten._grouped_mm.default:
         return f"{node.name}: this grouped_mm is no weight gradient (ragged rows are not contracted)"
-    return f"{node.name}: no pass knows a weight gradient through {node.target}"
+    why = f"{node.name}: no pass knows a weight gradient through {node.target}"
+    if node.target in (aten.mul.Tensor, aten.div.Tensor) and len(node.all_input_nodes) == 2:
+        why += " (the weight is scaled by a tensor; scale the activations instead)"
+    return why

@@ -4,6 +4,7 @@ GTP_UPDATE_README=1 .venv/bin/python -P -m pytest tests/test_readme.py      writ
 """
 
 import ast
+import inspect
 import os
 import re
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from tiny_models import listing, run
 from torch import fx
 
 import gtp_compile
+from gtp_compile.passes import gemm_forms
 from gtp_compile.passes.anchors import Finalize
 from gtp_compile.pipeline import JOINT_PASSES
 from gtp_compile.testing import JointGraph, capture_joint, fake_mesh
@@ -95,6 +97,13 @@ def marked(file: Path) -> Iterator[tuple[str, str, str]]:
                     yield what, happens, f"[{file.stem.removeprefix('test_')}]({file.relative_to(TESTS.parent)})"
 
 
+def render_form() -> str:
+    """The finder of one form, with its row of the list."""
+    (row,) = (f for f in gemm_forms.FORMS if f.find is gemm_forms.find_bmm)
+    targets = ", ".join(map(str, row.targets))
+    return f'```python\n{inspect.getsource(row.find)}\n\nForm("{row.name}", find_bmm, ({targets}))  # in FORMS\n```\n'
+
+
 def check_block(name: str, rendered: str) -> None:
     """The README's block is `rendered`; with GTP_UPDATE_README it is made so."""
     block = re.compile(rf"(?<=<!-- {name}:begin -->\n).*?(?=<!-- {name}:end -->)", re.DOTALL)
@@ -110,6 +119,15 @@ def check_block(name: str, rendered: str) -> None:
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the README shows the graph of torch 2.13")
 def test_the_readme_shows_the_excerpt():
     check_block("excerpt", render_excerpt())
+
+
+def test_the_readme_shows_a_form():
+    check_block("form", render_form())
+
+
+def test_every_form_is_in_the_readmes_table():
+    named = re.findall(r"^\| `(\w+)` \| .*\| .*\|$", README.read_text(), re.MULTILINE)
+    assert {f.name for f in gemm_forms.FORMS} <= set(named)
 
 
 def test_the_readme_shows_what_works():

@@ -167,8 +167,33 @@ class PickedExperts(nn.Module):
         return torch.bmm(self.proj[ids], x.to(BF16).unsqueeze(-1)).squeeze(-1)
 
 
+class BatchedExperts(nn.Module):
+    """Hugging Face's `batched_mm` experts: two weights and biases for each row, and routing weights behind them."""
+
+    def __init__(self, is_transposed: bool = False) -> None:
+        super().__init__()
+        self.is_transposed = is_transposed
+        up, down = ((EXPERTS, IN, OUT), (EXPERTS, OUT, IN))[:: 1 if is_transposed else -1]
+        self.up, self.down = nn.Parameter(torch.randn(up) * 0.3), nn.Parameter(torch.randn(down) * 0.3)
+        self.up_bias, self.down_bias = nn.Parameter(torch.randn(EXPERTS, OUT)), nn.Parameter(torch.randn(EXPERTS, IN))
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if self.is_transposed:
+            y = torch.bmm(x.unsqueeze(1), weight).squeeze(1)
+        else:
+            y = torch.bmm(weight, x.unsqueeze(-1)).squeeze(-1)
+        return y + bias
+
+    def forward(self, x: Tensor, ids: Tensor, routing: Tensor) -> Tensor:
+        is_sentinel = ids >= EXPERTS  # as with expert parallelism
+        ids = ids.clamp(0, EXPERTS - 1)
+        y = torch.relu(self.linear(x.to(BF16), self.up[ids], self.up_bias[ids]))
+        y = self.linear(y, self.down[ids], self.down_bias[ids])
+        return y * routing.masked_fill(is_sentinel, 0.0).unsqueeze(-1)
+
+
 class Batched(nn.Module):
-    """A batched GEMM over all experts: a form of weight gradient that no pass knows."""
+    """A batched GEMM over all experts, each with equally many rows (capacity factor)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,6 +201,28 @@ class Batched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.bmm(x.to(BF16), self.proj.transpose(-2, -1))
+
+
+class Broadcast(nn.Module):
+    """One weight for a batch of matrices, expanded by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Parameter(torch.randn(OUT, IN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.to(BF16), self.proj.t().expand(x.shape[0], -1, -1))
+
+
+class Scaled(nn.Module):
+    """Experts that are scaled before their GEMM, each by a number of a tensor: a form that no pass knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Parameter(torch.randn(EXPERTS, OUT, IN))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return torch.bmm(x.to(BF16), (self.proj * scale).transpose(-2, -1))
 
 
 # What shard does with them.
@@ -219,6 +266,7 @@ _OFFS = ends_of(7, 0, 12, 5)
 _OFFS3 = ends_of(7, 0, 17)
 _SPLITS = torch.tensor([7, 0, 17])
 _IDS = torch.arange(ROWS) % 3
+_IDS_AND_SENTINEL = torch.arange(ROWS) * 7 % 5  # 4 is no expert
 
 MODELS: dict[str, Callable[[], Tiny]] = {
     "dense": lambda: Tiny(Dense(), (_x(ROWS, IN),)),
@@ -248,7 +296,11 @@ MODELS: dict[str, Callable[[], Tiny]] = {
     "blocks": lambda: Tiny(Blocks(3), (_x(ROWS, IN),)),
     "checkpointed": lambda: Tiny(Blocks(2, checkpointed=True), (_x(ROWS, IN),)),
     "picked": lambda: Tiny(PickedExperts(), (_x(ROWS, IN), _IDS)),
+    "batched_experts": lambda: Tiny(BatchedExperts(), (_x(ROWS, IN), _IDS_AND_SENTINEL, _x(ROWS))),
+    "batched_experts_transposed": lambda: Tiny(BatchedExperts(True), (_x(ROWS, IN), _IDS_AND_SENTINEL, _x(ROWS))),
     "batched": lambda: Tiny(Batched(), (_x(EXPERTS, ROWS, IN),)),
+    "broadcast": lambda: Tiny(Broadcast(), (_x(EXPERTS, ROWS, IN),)),
+    "scaled": lambda: Tiny(Scaled(), (_x(EXPERTS, ROWS, IN), _x(EXPERTS, 1, 1))),
 }
 
 

@@ -1,4 +1,4 @@
-"""Weight gradient of a dense linear layer, stored in the dtype that the caller accumulates in."""
+"""Weight gradient of a dense layer, or of experts with equally many rows, in the dtype that the caller sums in."""
 
 import torch
 from torch import Tensor
@@ -14,15 +14,15 @@ def dense_wgrad(dy: Tensor, x: Tensor, *, out_dtype: torch.dtype | None = None) 
     """Compute `dy^T @ x`, accumulated in float32 and cast once.
 
     Args:
-        dy: [R, N] bf16, fp16 or fp32, any strides.
-        x: [R, K] same dtype and device, any strides.
+        dy: [R, N] or [E, R, N], bf16, fp16 or fp32, any strides.
+        x: [R, K] or [E, R, K], same dtype and device, any strides.
         out_dtype: bf16, fp16 or fp32; the dtype of `dy` by default.
 
     Returns:
-        [N, K] contiguous in `out_dtype`; zero when there are no rows.
+        [N, K] or [E, N, K], contiguous in `out_dtype`; zero when there are no rows.
 
-    On CUDA a result in the dtype of the operands is an ordinary `torch.mm` and follows torch's switches for TF32 and
-    reduced-precision reductions. Differentiable in `dy` and `x`.
+    On CUDA a result in the dtype of the operands is an ordinary `torch.mm` (or `bmm`) and follows torch's switches for
+    TF32 and reduced-precision reductions. Differentiable in `dy` and `x`.
 
     Raises:
         TypeError: A dtype is not supported, or those of `dy` and `x` differ.

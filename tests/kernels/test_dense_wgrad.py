@@ -31,13 +31,25 @@ class DenseCase:
     rows: int
     n: int
     k: int
+    experts: int = 0  # 0: [R, N] and [R, K], without a dim of experts
 
     def operands(self, dtype: torch.dtype, device: str = "cpu", layout: str = "contiguous") -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(self.rows)
-        dy, x = (torch.randn(self.rows, size, generator=generator).to(device, dtype) for size in (self.n, self.k))
-        if layout == "expanded":
-            dy, x = dy[:, :1], x[:, :1]
-        return with_layout(dy, layout, self.n), with_layout(x, layout, self.k)
+
+        def matrix(columns: int) -> Tensor:
+            values = torch.randn(self.rows, 1 if layout == "expanded" else columns, generator=generator)
+            return with_layout(values.to(device, dtype), layout, columns)
+
+        pairs = [(matrix(self.n), matrix(self.k)) for _ in range(self.experts or 1)]
+        if not self.experts:
+            return pairs[0]
+        dy, x = (torch.stack(side) for side in zip(*pairs, strict=True))
+        # The dim of experts is the outermost one, or (as `permute` of [C, E, N] gives it) the middle one.
+        return (
+            (dy, x)
+            if layout == "contiguous"
+            else tuple(t.transpose(0, 1).contiguous().transpose(0, 1) for t in (dy, x))
+        )
 
 
 DENSE_CASES = (
@@ -47,6 +59,9 @@ DENSE_CASES = (
     DenseCase("one_feature", 21, n=1, k=1),
     DenseCase("zero_rows", 0, n=7, k=13),
     DenseCase("no_features", 6, n=7, k=0),
+    DenseCase("experts", 20, n=24, k=8, experts=3),
+    DenseCase("experts_without_rows", 0, n=7, k=13, experts=2),
+    DenseCase("one_expert", 5, n=1, k=3, experts=1),
 )
 
 
@@ -57,7 +72,7 @@ DENSE_CASES = (
 @pytest.mark.parametrize("case", DENSE_CASES, ids=lambda case: case.name)
 def test_matches_float64(case: DenseCase, dtype: torch.dtype, out_dtype: torch.dtype, layout: str, device: str) -> None:
     dy, x = case.operands(dtype, device, layout)
-    expected = dy.double().t() @ x.double()
+    expected = dy.double().mT @ x.double()
     if device == "cuda":
         poison_allocator((tuple(expected.shape), out_dtype))
     dw = dense_wgrad(dy, x, out_dtype=out_dtype)
@@ -85,6 +100,18 @@ BAD_CALLS = (
     BadCall("rows", lambda: call(x=torch.zeros(9, 5).bfloat16()), ValueError, ("dy and x", "8 and 9")),
     BadCall("mixed_dtypes", lambda: call(x=torch.zeros(8, 5)), TypeError, ("x", "bfloat16", "float32", "cast")),
     BadCall("x_ndim", lambda: call(x=torch.zeros(2, 4, 5).bfloat16()), ValueError, ("x", "2 dimensions", "got 3")),
+    BadCall(
+        "experts",
+        lambda: call(dy=torch.zeros(2, 8, 3).bfloat16(), x=torch.zeros(3, 8, 5).bfloat16()),
+        ValueError,
+        ("dy and x", "E, the number of experts", "2 and 3"),
+    ),
+    BadCall(
+        "rows_of_experts",
+        lambda: call(dy=torch.zeros(2, 8, 3).bfloat16(), x=torch.zeros(2, 9, 5).bfloat16()),
+        ValueError,
+        ("dy and x", "R, the number of rows", "8 and 9"),
+    ),
     BadCall("float64", lambda: call(dy=torch.zeros(8, 3, dtype=torch.float64)), TypeError, ("dy", "float64", "cast")),
     BadCall("out_dtype", lambda: call(out_dtype=torch.float64), TypeError, ("out_dtype", "float32", "float64")),
 )
@@ -110,19 +137,21 @@ def test_fake_adds_no_guard() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", DENSE_CASES[:2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*DENSE_CASES[:2], DENSE_CASES[6]), ids=lambda case: case.name)
 def test_opcheck(case: DenseCase, device: str) -> None:
     dy, x = (tensor.requires_grad_() for tensor in case.operands(torch.bfloat16, device))
     torch.library.opcheck(torch.ops.gtp.dense_wgrad.default, (dy, x, torch.float32))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_differentiates_in_both_operands(device: str) -> None:
-    dy, x = (tensor.requires_grad_() for tensor in DENSE_CASES[0].operands(torch.float32, device))
+@pytest.mark.parametrize("case", (DENSE_CASES[0], DENSE_CASES[6]), ids=lambda case: case.name)
+def test_differentiates_in_both_operands(case: DenseCase, device: str) -> None:
+    dy, x = (tensor.requires_grad_() for tensor in case.operands(torch.float32, device))
     dy64, x64 = (tensor.detach().double().requires_grad_() for tensor in (dy, x))
-    cotangent = torch.randn(32, 48, device=device)
-    grads = torch.autograd.grad(dense_wgrad(dy, x), (dy, x), cotangent)
-    expected = torch.autograd.grad(dy64.t() @ x64, (dy64, x64), cotangent.double())
+    dw = dense_wgrad(dy, x)
+    cotangent = torch.randn(dw.shape, device=device)
+    grads = torch.autograd.grad(dw, (dy, x), cotangent)
+    expected = torch.autograd.grad(dy64.mT @ x64, (dy64, x64), cotangent.double())
     for grad, truth in zip(grads, expected, strict=True):
         assert relative_error(grad, truth) <= FLOAT32_BOUND[device]
 

@@ -28,7 +28,7 @@ def described(name: str, *, without: tuple[str, ...] = (), **kwargs) -> tuple[to
 def info(**changes) -> GroupInfo:
     """A group whose every hop is in float32."""
     base = GroupInfo(
-        (1,), Layout(("0",), (WORLD,), 0, OUT, "avg"), "gemm", "", F32, F32, F32, F32, F32, F32, (OUT, IN), 2
+        (1,), Layout(("0",), (WORLD,), 0, OUT, "avg"), "gemm", "mm", "", F32, F32, F32, F32, F32, F32, (OUT, IN), 2
     )
     return replace(base, **changes)
 
@@ -49,11 +49,32 @@ def info(**changes) -> GroupInfo:
         ("layer_norm", ["reduction", "reduction"]),
         ("expert_bias_select", ["reduction"]),
         ("batched", ["gemm"]),
+        ("scaled", ["gemm"]),
     ],
 )
 def test_kinds(name, kinds):
     _, groups = described(name)
     assert sorted(g.kind for g in groups) == sorted(kinds)
+
+
+@pytest.mark.parametrize(
+    ("name", "forms"),
+    [
+        ("dense_bias", ["mm", "reduce"]),
+        ("experts", ["grouped_mm"]),
+        ("grouped", ["gtp", "scatter"]),
+        ("batched", ["bmm"]),
+        ("picked", ["picked"]),
+        ("broadcast", ["batch_sum"]),
+        ("tied", ["mm + scatter"]),
+        ("scaled", [""]),
+    ],
+)
+def test_the_form_is_the_models_not_what_became_of_it(name, forms):
+    _, groups = described(name)
+    assert sorted(g.form for g in groups) == sorted(forms)
+    _, groups = described(name, without=("retype_wgrads",))
+    assert sorted(g.form for g in groups) == sorted(forms)
 
 
 @pytest.mark.parametrize("name", ["dense_bias", "grouped", "embedding", "layer_norm", "tied", "checkpointed"])
@@ -88,10 +109,10 @@ def test_one_rank_has_no_wire():
 
 
 def test_an_unmatched_gradient_keeps_its_reason_behind_retype():
-    graph, (group,) = described("batched")
+    graph, (group,) = described("scaled")
     assert not group.matched
-    assert "aten.bmm.default" in group.reason
-    assert "bmm_1" in group.reason
+    assert "aten.mul.Tensor" in group.reason
+    assert "mul_1" in group.reason
     assert (group.gemm_dtype, group.scratch_dtype, group.wire_dtype) == (None, F32, F32)
     check_dtypes(graph, [group], retyped=True)  # reported, no fault
 

@@ -2,8 +2,22 @@
 
 import pytest
 import torch
-from tiny_models import BF16, anchor_errors, assert_unchanged_by, behind, capture, nodes, ops, relative_error, run
-from wgrad_forms import operands
+from tiny_models import (
+    BF16,
+    IN,
+    OUT,
+    ROWS,
+    anchor_errors,
+    assert_unchanged_by,
+    behind,
+    capture,
+    nodes,
+    ops,
+    relative_error,
+    run,
+    wgrad_graph,
+)
+from wgrad_forms import FUSED_FORMS, Form, form_id, operands
 
 from gtp_compile.testing import compare_numerics
 
@@ -30,6 +44,24 @@ def test_compute_dtype_without_main_grad():
     assert graph.run("fuse_wgrads").report.changed == 1
 
 
+@pytest.mark.parametrize("form", FUSED_FORMS, ids=form_id)
+def test_a_batch_that_is_summed_or_scattered_becomes_one_gemm_in_the_compute_dtype(form: Form):
+    given = operands()
+    graph = wgrad_graph(form.compute, *given)
+    before = graph.copy()
+    assert graph.run("fuse_wgrads").report.changed == 1
+    counts = ops(graph)
+    assert counts["gtp.dense_wgrad.default"] + counts["gtp.grouped_wgrad.default"] == 1
+    assert not {"aten.bmm.default", "aten.index_add.default", "aten.sum.dim_IntList"} & set(counts)
+    shapes = {tuple(getattr(n.meta["val"], "shape", ())) for n in graph.module.graph.nodes if "val" in n.meta}
+    assert shapes.isdisjoint({(ROWS, OUT, IN), (ROWS, IN, OUT)})  # no matrix for each row
+    assert compare_numerics(before, graph)[0] <= 1e-2  # before, every term was rounded
+    (got,) = graph.evaluate()
+    want = form.reference(*given)
+    assert relative_error(got, want.narrow(0, 0, got.shape[0])) <= 3e-3  # now the sum is, once
+    assert_unchanged_by(graph, "fuse_wgrads")
+
+
 # Refuses: it looks only at what reaches a gradient anchor.
 
 
@@ -39,7 +71,7 @@ def test_the_users_own_grouped_gemms_stay():
     assert forward.args[1].meta["val"].ndim == 3
 
 
-@pytest.mark.parametrize("name", ["dense", "grouped_stacked", "embedding", "batched"])
+@pytest.mark.parametrize("name", ["dense", "grouped_stacked", "embedding", "batched", "scaled"])
 def test_other_gradients_are_none_of_its_business(name):
     graph = behind(name, "group_wgrads")
     before = graph.text()

@@ -81,6 +81,7 @@ add_tensor: f32[4, 8] = aten.add(primals_3, wait_tensor_default_1)""",  # noqa: 
         ("tied", 1, 1, 0),
         ("blocks", 6, 6, 6),
         ("batched", 1, 1, 0),
+        ("picked", 1, 1, 0),
     ],
 )
 def test_each_group_costs_one_collective_each_way(name, gathers, scatters, sums):

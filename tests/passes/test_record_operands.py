@@ -25,7 +25,7 @@ def recorded(graph: JointGraph) -> list[torch.fx.Graph]:
 # Rewrites.
 
 
-@pytest.mark.parametrize("name", ["dense_bias", "grouped", "thrice", "leader_only", "batched"])
+@pytest.mark.parametrize("name", ["dense_bias", "grouped", "thrice", "leader_only", "scaled"])
 def test_every_anchor_is_preceded_by_a_record(name):
     graph = behind(name, "group_wgrads", "retype_wgrads")
     programs = recorded(graph)
@@ -86,11 +86,11 @@ def test_without_a_place_for_programs_it_is_a_fault_of_ours():
 
 
 def test_what_is_unknown_is_an_operand():
-    graph = behind("batched", "retype_wgrads")
+    graph = behind("scaled", "retype_wgrads")
     recorded(graph)
     (record,) = nodes(graph, gtp.record.default)
     assert [n.target for n in record.args[2]] == [gtp.widen.default]
-    assert anchor_errors(behind("batched", "retype_wgrads")) == [0.0]  # verify can't see past it
+    assert anchor_errors(behind("scaled", "retype_wgrads")) == [0.0]  # verify can't see past it
 
 
 # Preserves.

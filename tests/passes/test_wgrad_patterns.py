@@ -6,13 +6,8 @@ from tiny_models import BF16, IN, OUT, WORLD, behind, hand_written, joint, wgrad
 from wgrad_forms import FORMS, Form, form_id, mm, operands
 
 from gtp_compile.passes.anchors import Finalize
-from gtp_compile.passes.wgrad_patterns import (
-    find_chain,
-    is_grouped_wgrad_mm,
-    is_outer_product,
-    kind_of,
-    transposed,
-)  # fmt: skip
+from gtp_compile.passes.gemm_forms import is_grouped_wgrad_mm, is_outer_product, transposed
+from gtp_compile.passes.wgrad_patterns import find_chain, kind_of
 
 aten = torch.ops.aten
 gtp = torch.ops.gtp
@@ -52,7 +47,10 @@ def test_a_chain_lists_inputs_before_users_and_nothing_twice(form: Form):
     assert len(set(chain.operands)) == len(chain.operands)
     for node in chain.nodes:
         assert all(position[a] < position[node] for a in node.all_input_nodes if a in position)
-        assert all(a in position or a in chain.operands for a in node.all_input_nodes)
+        inside = chain.gemms[node].inside if node in chain.gemms else []
+        assert all(
+            a in position or a in inside or a in chain.operands for n in (*inside, node) for a in n.all_input_nodes
+        )
 
 
 def test_the_operands_of_a_gemm_end_the_chain():
@@ -177,9 +175,20 @@ def test_an_input_has_no_kind():
         (lambda t: aten.permute.default(t, [0, 1]), False),
         (lambda t: aten.transpose.int(t, 1, 1), False),
         (lambda t: aten.view.default(t, [6, 4]), False),
-        (lambda t: aten.transpose.int(aten.unsqueeze.default(t, 0), 1, 2), False),
+        (lambda t: aten.transpose.int(aten.unsqueeze.default(t, 0), 1, 2), True),
+        (lambda t: aten.transpose.int(aten.unsqueeze.default(t, 0), 0, 1), False),
     ],
-    ids=["t", "permute", "transpose", "negative_dims", "permute_nothing", "transpose_nothing", "view", "three_dims"],
+    ids=[
+        "t",
+        "permute",
+        "transpose",
+        "negative_dims",
+        "permute_nothing",
+        "transpose_nothing",
+        "view",
+        "batched",
+        "outer",
+    ],
 )
 def test_transposed_finds_the_tensor_behind_a_transpose(fn, is_transpose):
     node = root(fn, torch.randn(4, 6))

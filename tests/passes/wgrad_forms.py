@@ -22,6 +22,7 @@ class Form:
     Attributes:
         compute: operands -> gradient.
         gemms, reductions: how many of each its chain has.
+        kept: how many of the GEMMs write float32 as they stand.
         exact: the gradient from float64 operands, where `compute` can't be run on them.
     """
 
@@ -30,6 +31,7 @@ class Form:
     gemms: int = 1
     reductions: int = 0
     exact: Callable[..., Tensor] | None = None
+    kept: int = 0
 
     def reference(self, *operands: Tensor) -> Tensor:
         doubles = [t.double() if t.is_floating_point() else t for t in operands]
@@ -113,6 +115,110 @@ _MM_FORMS = (
     ),
 )
 
+C = 3  # rows of each of the eight experts in a batch
+
+
+def _batch(t: Tensor) -> Tensor:  # [R, *] -> [E, C, *]
+    return aten.view.default(t, [ROWS // C, C, t.shape[-1]])
+
+
+def bmm(dy: Tensor, x: Tensor) -> Tensor:  # [B, C, N], [B, C, K] -> [B, N, K]
+    return aten.bmm.default(aten.permute.default(dy, [0, 2, 1]), x)
+
+
+def outer(dy: Tensor, x: Tensor) -> Tensor:  # [R, N, K], as Inductor writes a bmm of single rows
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    column = prims.convert_element_type.default(aten.unsqueeze.default(dy, 2), wide)
+    row = prims.convert_element_type.default(aten.unsqueeze.default(x, 1), wide)
+    return prims.convert_element_type.default(aten.mul.Tensor(column, row), dy.dtype)
+
+
+def put(ids: Tensor, rows: Tensor, experts: int = 8) -> Tensor:  # into [E, N, K]
+    return aten.index_put.default(_full(rows, experts, *rows.shape[-2:]), [ids], rows, True)
+
+
+def _put_twice(dy: Tensor, x: Tensor, ids: Tensor) -> Tensor:  # the outer scatter's base is no zero
+    return aten.index_put.default(put(ids, outer(dy, x)), [ids], outer(dy, x), True)
+
+
+def _einsum(dy: Tensor, x: Tensor) -> Tensor:  # what "ecd,efd->ecf" leaves behind the bmm
+    dw = aten.view.default(bmm(_batch(x), _batch(dy)), [ROWS // C, IN, OUT, 1])
+    dw = aten.permute.default(aten.permute.default(dw, [0, 3, 2, 1]), [0, 2, 3, 1])
+    return aten.squeeze.dim(dw, 3)
+
+
+def _grouped_batch(dy: Tensor, x: Tensor) -> Tensor:  # "gecd,edf->gecf": a sum over two groups
+    dw = aten.view.default(bmm(_batch(dy), _batch(x)), [2, 4, OUT, IN])
+    return aten.squeeze.dim(aten.sum.dim_IntList(dw, [0], True), 0)
+
+
+_BMM_FORMS = (
+    Form("bmm", lambda dy, x, ids, offs: bmm(_batch(dy), _batch(x))),
+    Form("bmm_transposed_weight", lambda dy, x, ids, offs: aten.permute.default(bmm(_batch(x), _batch(dy)), [0, 2, 1])),
+    Form("bmm_of_mT", lambda dy, x, ids, offs: aten.bmm.default(aten.transpose.int(_batch(dy), 2, 1), _batch(x))),
+    Form("bmm_of_no_transpose", lambda dy, x, ids, offs: aten.bmm.default(_batch(dy).mT.contiguous(), _batch(x))),
+    Form("bmm_of_einsum", lambda dy, x, ids, offs: _einsum(dy, x)),
+    Form("bmm_of_single_rows", lambda dy, x, ids, offs: outer(dy, x), kept=1),
+)
+
+_BATCH_SUM_FORMS = (
+    Form("batch_sum", lambda dy, x, ids, offs: aten.sum.dim_IntList(bmm(_batch(dy), _batch(x)), [0])),
+    Form(
+        "batch_sum_keepdim",
+        lambda dy, x, ids, offs: aten.view.default(
+            aten.sum.dim_IntList(bmm(_batch(dy), _batch(x)), [0], True), [OUT, IN]
+        ),
+    ),
+    Form(
+        "batch_sum_transposed_weight",
+        lambda dy, x, ids, offs: aten.sum.dim_IntList(aten.permute.default(bmm(_batch(x), _batch(dy)), [0, 2, 1]), [0]),
+    ),
+    Form("batch_sum_of_groups", lambda dy, x, ids, offs: _grouped_batch(dy, x)),
+    Form(
+        "batch_sum_of_inner_groups",
+        lambda dy, x, ids, offs: aten.sum.dim_IntList(
+            aten.view.default(bmm(_batch(dy), _batch(x)), [4, 2, OUT, IN]), [-3]
+        ),
+    ),
+    Form(
+        "batch_sum_in_another_order",  # a weight [N, E, K]
+        lambda dy, x, ids, offs: aten.sum.dim_IntList(
+            aten.permute.default(aten.view.default(bmm(_batch(dy), _batch(x)), [2, 4, OUT, IN]), [2, 0, 1, 3]), [1]
+        ),
+    ),
+    Form("batch_sum_of_single_rows", lambda dy, x, ids, offs: aten.sum.dim_IntList(outer(dy, x), [0])),
+)
+
+_PICKED_FORMS = (
+    Form("picked", lambda dy, x, ids, offs: put(ids, outer(dy, x))),
+    Form(
+        "picked_bmm",
+        lambda dy, x, ids, offs: put(ids, bmm(aten.unsqueeze.default(dy, 1), aten.unsqueeze.default(x, 1))),
+    ),
+    Form("picked_from_the_end", lambda dy, x, ids, offs: put(aten.sub.Tensor(ids, 3), outer(dy, x))),
+    Form("picked_several_rows", lambda dy, x, ids, offs: put(ids[: ROWS // C], bmm(_batch(dy), _batch(x)))),
+    Form(
+        "picked_transposed_weight",
+        lambda dy, x, ids, offs: put(ids, aten.permute.default(outer(x, dy), [0, 2, 1])),
+    ),
+    Form(
+        "picked_many_ids",
+        lambda dy, x, ids, offs: put(
+            aten.view.default(ids, [ROWS // 2, 2]), aten.view.default(outer(dy, x), [ROWS // 2, 2, OUT, IN])
+        ),
+    ),
+    Form(
+        "picked_by_index_select",
+        lambda dy, x, ids, offs: aten.index_add.default(_full(dy, 8, OUT, IN), 0, ids, outer(dy, x)),
+    ),
+    Form(
+        "picked_into_new_zeros",
+        lambda dy, x, ids, offs: aten.index_put.default(
+            aten.new_zeros.default(dy, [8, OUT, IN]), [ids.int()], outer(dy, x), True
+        ),
+    ),
+)
+
 _PATH_FORMS = (
     Form("sum_of_uses", lambda dy, x, ids, offs: aten.add.Tensor(mm(dy, x), mm(dy, x)), gemms=2),
     Form("slice_backward", lambda dy, x, ids, offs: _sliced(dy, x), gemms=2),
@@ -133,6 +239,8 @@ _PATH_FORMS = (
     Form("scaled", lambda dy, x, ids, offs: aten.div.Tensor(aten.neg.default(aten.mul.Tensor(mm(dy, x), 0.3)), 3.0)),
     Form("casts", lambda dy, x, ids, offs: _round_trip(dy, x)),
     Form("padded", lambda dy, x, ids, offs: aten.constant_pad_nd.default(mm(dy, x), [0, 0, 0, 4])),
+    Form("scaled_batch_sum", lambda dy, x, ids, offs: aten.mul.Tensor(bmm(_batch(dy), _batch(x)), 2.0).sum(0), 1, 1),
+    Form("picked_into_a_base", lambda dy, x, ids, offs: _put_twice(dy, x, ids), 2, 1, kept=1),
     Form("reshaped", lambda dy, x, ids, offs: aten.view.default(aten.squeeze.dims(mm(dy, x), [0]), [4, OUT * IN // 4])),
 )
 
@@ -182,5 +290,6 @@ _REDUCTION_FORMS = (
     ),
 )
 
-FORMS = (*_MM_FORMS, *_PATH_FORMS, *_REDUCTION_FORMS)
+FORMS = (*_MM_FORMS, *_BMM_FORMS, *_BATCH_SUM_FORMS, *_PICKED_FORMS, *_PATH_FORMS, *_REDUCTION_FORMS)
 GEMM_FORMS = tuple(f for f in FORMS if f.gemms)
+FUSED_FORMS = (*_BATCH_SUM_FORMS, *_PICKED_FORMS)  # where our kernel does less work in any dtype
