@@ -33,6 +33,10 @@ def _grouped_wgrad_kernel(
     stride_dy_N,
     stride_x_R,
     stride_x_K,
+    stride_dw_E,
+    stride_dw_N,
+    stride_dw_K,
+    ACCUMULATE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -45,8 +49,8 @@ def _grouped_wgrad_kernel(
     tile = tl.program_id(0) % (tiles_N * tiles_K)
     tile_N, tile_K = tl.swizzle2d(tile // tiles_K, tile % tiles_K, tiles_N, tiles_K, BAND)
 
-    begin = tl.load(offs_ptr + expert - 1, mask=expert > 0, other=0)
-    # Offsets are not checked on the host (that would synchronize); the bound keeps a wrong one inside the buffers.
+    # Offsets are not checked on the host (that would synchronize); the bounds keep a wrong one inside the buffers.
+    begin = tl.maximum(tl.load(offs_ptr + expert - 1, mask=expert > 0, other=0), 0)
     end = tl.minimum(tl.load(offs_ptr + expert), R)
 
     n_N = tile_N * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
@@ -68,20 +72,22 @@ def _grouped_wgrad_kernel(
             x_RK = x_RK.to(tl.float32)
         dw_NK = tl.dot(tl.trans(dy_RN), x_RK, acc=dw_NK, input_precision="ieee")
 
-    row_N = (expert.to(tl.int64) * N + n_N) * K
-    dw_ptrs_NK = dw_ptr + row_N[:, None] + k_K[None, :]
-    tl.store(dw_ptrs_NK, dw_NK.to(dw_ptr.dtype.element_ty), mask=mask_N[:, None] & mask_K[None, :])
+    dw_N = dw_ptr + expert.to(tl.int64) * stride_dw_E + n_N * stride_dw_N
+    dw_ptrs_NK = dw_N[:, None] + (k_K * stride_dw_K)[None, :]
+    mask_NK = mask_N[:, None] & mask_K[None, :]
+    if ACCUMULATE:
+        # Without rows nothing is stored, not even the sum of an old -0.0 and 0.0.
+        mask_NK &= begin < end
+        dw_NK += tl.load(dw_ptrs_NK, mask=mask_NK, other=0.0)
+    tl.store(dw_ptrs_NK, dw_NK.to(dw_ptr.dtype.element_ty), mask=mask_NK)
 
 
-def grouped_wgrad_triton(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Launch one program per output tile; dy [R, N], x [R, K], offs [E] int32 -> [E, N, K] in `out_dtype`."""
-    (R, N), K, E = dy.shape, x.shape[1], offs.shape[0]
-    dw = torch.empty((E, N, K), dtype=out_dtype, device=dy.device)
-    if dw.numel() == 0:
-        return dw
+def grouped_wgrad_triton(dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool) -> None:
+    """Launch one program per tile of dw [E, N, K]; dy [R, N], x [R, K], offs [E] int32."""
+    R, (E, N, K) = dy.shape[0], dw.shape
     config = grouped_wgrad_config(dy.dtype)
     grid = (E * triton.cdiv(N, config.block_n) * triton.cdiv(K, config.block_k),)
-    with torch.cuda.device_of(dy):
+    with torch.cuda.device_of(dw):
         _grouped_wgrad_kernel[grid](
             dy,
             x,
@@ -92,6 +98,8 @@ def grouped_wgrad_triton(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.d
             K,
             *dy.stride(),
             *x.stride(),
+            *dw.stride(),
+            ACCUMULATE=accumulate,
             BLOCK_R=config.block_r,
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,
@@ -100,4 +108,3 @@ def grouped_wgrad_triton(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.d
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return dw
