@@ -49,8 +49,12 @@ def offsets(counts: list[int]) -> torch.Tensor:
     return torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
 
 
-def interleaved(candidates: dict[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:
-    """Median ms of each candidate, in turns, in another order each round; the L2 cache is flushed before each run."""
+def interleaved(candidates: dict[str, Callable[[], object]], rounds: int = 7) -> dict[str, float]:
+    """Median over rounds of each candidate's median ms, in turns, in another order each round.
+
+    The L2 cache is flushed before each run. The GPU first waits three milliseconds, so that launches are on their way
+    by the time they are measured; a candidate of many small launches still shows the host's time.
+    """
     flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
@@ -61,16 +65,17 @@ def interleaved(candidates: dict[str, Callable[[], object]], rounds: int = 5) ->
     for _ in range(rounds):
         shuffle.shuffle(order)
         for name in order:
-            runs = 4
+            runs = 5
             starts = [torch.cuda.Event(enable_timing=True) for _ in range(runs)]
             ends = [torch.cuda.Event(enable_timing=True) for _ in range(runs)]
+            torch.cuda._sleep(6_000_000)
             for start, end in zip(starts, ends, strict=True):
                 flush.zero_()
                 start.record()
                 candidates[name]()
                 end.record()
             torch.cuda.synchronize()
-            times[name] += [s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)]
+            times[name].append(statistics.median(s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)))
     return {name: statistics.median(t) for name, t in times.items()}
 
 

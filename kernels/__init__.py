@@ -1,11 +1,20 @@
 """GEMM ops of the MoE training step; importing this package registers all of them under `torch.ops.gtp`.
 
-Every op is functional, takes any strides, accumulates in float32 and rounds once, at the store. CPU runs the
+Every op takes any strides, accumulates in float32 and rounds once, at the store; all but `grouped_wgrad_add_`, which
+adds to its first argument, are functional. CPU runs the
 reference, CUDA runs Triton or cuBLAS, fake tensors get shapes without guards.
 """
 
 from gtp_compile.kernels.dense_wgrad import dense_wgrad, dense_wgrad_into
 from gtp_compile.kernels.grouped_linear import grouped_linear
 from gtp_compile.kernels.grouped_wgrad import grouped_wgrad, grouped_wgrad_into
+from gtp_compile.kernels.grouped_wgrad_add import grouped_wgrad_add_
 
-__all__ = ["dense_wgrad", "dense_wgrad_into", "grouped_linear", "grouped_wgrad", "grouped_wgrad_into"]
+__all__ = [
+    "dense_wgrad",
+    "dense_wgrad_into",
+    "grouped_linear",
+    "grouped_wgrad",
+    "grouped_wgrad_add_",
+    "grouped_wgrad_into",
+]

@@ -43,6 +43,20 @@ def check_offs(op: str, offs: Tensor, lead_name: str, lead: Tensor) -> None:
     _check_device(op, "offs", offs, lead_name, lead)
 
 
+def check_main_grad(op: str, main_grad: Tensor, lead_name: str, lead: Tensor) -> None:
+    """Check that `main_grad` is a float32 stack of matrices on the device of `lead`."""
+    if main_grad.ndim != 3:
+        raise ValueError(
+            f"{op}: main_grad must have 3 dimensions [E, N, K], got {main_grad.ndim} (shape {tuple(main_grad.shape)}); "
+            f"view it as one matrix per expert"
+        )
+    if main_grad.dtype != torch.float32:
+        raise TypeError(
+            f"{op}: main_grad must be torch.float32, got {main_grad.dtype}; a narrower sum would round at each step"
+        )
+    _check_device(op, "main_grad", main_grad, lead_name, lead)
+
+
 def check_out_dtype(op: str, out_dtype: torch.dtype) -> None:
     """Check that the op can store `out_dtype`."""
     if out_dtype not in FLOAT_DTYPES:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gtp_compile.kernels.checks import OP_TAGS, check_offs, check_operands, check_out_dtype, check_same_size
+from gtp_compile.kernels.grouped_wgrad.choice import choose_grouped_wgrad
 from gtp_compile.kernels.grouped_wgrad.reference import grouped_wgrad_reference
 
 _OP = "gtp::grouped_wgrad"
@@ -25,10 +26,10 @@ def _cpu(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 def _cuda(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     _check(dy, x, offs, out_dtype)
-    # Imported on use: Triton exists on Linux only, and everything but this path works without it.
-    from gtp_compile.kernels.grouped_wgrad.triton import grouped_wgrad_triton
-
-    return grouped_wgrad_triton(dy, x, offs, out_dtype)
+    dw = dy.new_empty((offs.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype)
+    if dw.numel():
+        choose_grouped_wgrad(dy, x, dw)(dy, x, offs, dw, accumulate=False)
+    return dw
 
 
 def _fake(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -37,6 +37,10 @@ def _grouped_wgrad_kernel(
     stride_dy_N,
     stride_x_R,
     stride_x_K,
+    stride_dw_E,
+    stride_dw_N,
+    stride_dw_K,
+    ACCUMULATE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -50,8 +54,8 @@ def _grouped_wgrad_kernel(
     tile = tl.program_id(0) % (tiles_N * tiles_K)
     tile_N, tile_K = tl.swizzle2d(tile // tiles_K, tile % tiles_K, tiles_N, tiles_K, BAND)
 
-    begin = tl.load(offs_ptr + expert - 1, mask=expert > 0, other=0)
-    # Offsets are not checked on the host (that would synchronize); the bound keeps a wrong one inside the buffers.
+    # Offsets are not checked on the host (that would synchronize); the bounds keep a wrong one inside the buffers.
+    begin = tl.maximum(tl.load(offs_ptr + expert - 1, mask=expert > 0, other=0), 0)
     end = tl.minimum(tl.load(offs_ptr + expert), R)
 
     n_N = tile_N * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
@@ -74,45 +78,57 @@ def _grouped_wgrad_kernel(
         dw_NK = tl.dot(tl.trans(dy_RN), x_RK, acc=dw_NK, input_precision="ieee")
 
     if TABLE_OF is None:
-        base = dw_ptr + expert.to(tl.int64) * N * K
-    else:  # one output a expert, of which dw_ptr holds the addresses; 0 where nobody wants that expert's
+        dw_N = dw_ptr + expert.to(tl.int64) * stride_dw_E + n_N * stride_dw_N
+    else:  # one output per expert, of which dw_ptr holds the addresses; 0 where nobody wants that expert's
         address = tl.load(dw_ptr + expert)
         mask_N = mask_N & (address != 0)
-        base = address.to(tl.pointer_type(TABLE_OF))
-    dw_ptrs_NK = base + (n_N * K)[:, None] + k_K[None, :]
-    tl.store(dw_ptrs_NK, dw_NK.to(base.dtype.element_ty), mask=mask_N[:, None] & mask_K[None, :])
+        dw_N = address.to(tl.pointer_type(TABLE_OF)) + n_N * stride_dw_N
+    dw_ptrs_NK = dw_N[:, None] + (k_K * stride_dw_K)[None, :]
+    mask_NK = mask_N[:, None] & mask_K[None, :]
+    if ACCUMULATE:
+        # Without rows nothing is stored, not even the sum of an old -0.0 and 0.0.
+        mask_NK &= begin < end
+        dw_NK += tl.load(dw_ptrs_NK, mask=mask_NK, other=0.0)
+    tl.store(dw_ptrs_NK, dw_NK.to(dw_N.dtype.element_ty), mask=mask_NK)
 
 
-def grouped_wgrad_triton(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Launch one program per output tile; dy [R, N], x [R, K], offs [E] int32 -> [E, N, K] in `out_dtype`."""
-    dw = torch.empty((offs.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype, device=dy.device)
-    if dw.numel():
-        _launch(dy, x, offs, dw, None)
-    return dw
+def grouped_wgrad_triton(dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool) -> None:
+    """Launch one program per tile of dw [E, N, K]; dy [R, N], x [R, K], offs [E] int32."""
+    _launch(dy, x, offs, dw, dw.stride(), None, accumulate)
 
 
 def grouped_wgrad_into_triton(dy: Tensor, x: Tensor, offs: Tensor, outs: Sequence[Tensor | None]) -> None:
-    """The same into one `[N, K]` per expert, in place; an expert whose output is None is computed and dropped."""
+    """Store in one `[N, K]` per expert; an expert whose output is None is computed and dropped."""
     given = [out for out in outs if out is not None and out.numel()]
     if not given:
         return
     (dtype, *others), contiguous = {out.dtype for out in given}, all(out.is_contiguous() for out in given)
+    N, K = dy.shape[1], x.shape[1]
     if others or not contiguous:  # no GEMM writes these; the copy is the price
-        whole = grouped_wgrad_triton(dy, x, offs, torch.float32)
+        whole = torch.empty((len(outs), N, K), dtype=torch.float32, device=dy.device)
+        grouped_wgrad_triton(dy, x, offs, whole, accumulate=False)
         for out, part in zip(outs, whole, strict=True):
             if out is not None:
                 out.copy_(part)
         return
     addresses = [0 if out is None else out.data_ptr() for out in outs]
     table = torch.tensor(addresses, dtype=torch.int64, device=dy.device)
-    _launch(dy, x, offs, table, _TL_DTYPES[dtype])
+    _launch(dy, x, offs, table, (0, K, 1), _TL_DTYPES[dtype], False)
 
 
-def _launch(dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, table_of: tl.dtype | None) -> None:
+def _launch(
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    dw: Tensor,
+    stride_dw: tuple[int, ...],
+    table_of: tl.dtype | None,
+    accumulate: bool,
+) -> None:
     (R, N), K, E = dy.shape, x.shape[1], offs.shape[0]
     config = grouped_wgrad_config(dy.dtype)
     grid = (E * triton.cdiv(N, config.block_n) * triton.cdiv(K, config.block_k),)
-    with torch.cuda.device_of(dy):
+    with torch.cuda.device_of(dw):
         _grouped_wgrad_kernel[grid](
             dy,
             x,
@@ -123,6 +139,8 @@ def _launch(dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, table_of: tl.dtype 
             K,
             *dy.stride(),
             *x.stride(),
+            *stride_dw,
+            ACCUMULATE=accumulate,
             BLOCK_R=config.block_r,
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,

@@ -11,14 +11,23 @@ from kernel_testing import (
     dtype_id,
     linear_float64,
     relative_error,
+    same_bits,
     wgrad_float64,
 )
+from torch import Tensor
 
 from gtp_compile.kernels.grouped_linear.triton import grouped_linear_triton
 from gtp_compile.kernels.grouped_wgrad.triton import grouped_wgrad_into_triton, grouped_wgrad_triton
 
 # The interpreter truncates where a GPU rounds to nearest, so a narrow output is held to one unit in the last place.
 ONE_ULP = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-6}
+
+
+def fresh(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
+    dw = torch.full((offs.shape[0], dy.shape[1], x.shape[1]), torch.nan, dtype=out_dtype)
+    if dw.numel():
+        grouped_wgrad_triton(dy, x, offs, dw, accumulate=False)
+    return dw
 
 
 # Strides do not meet dtypes in the kernels, so each is varied alone: the interpreter takes a tenth of a second a call.
@@ -30,7 +39,7 @@ VARIANTS = [(dtype, "contiguous") for dtype in DTYPES] + [(torch.float32, layout
 def test_grouped_wgrad(case: Case, dtype: torch.dtype, layout: str) -> None:
     dy = case.matrix(case.n, dtype, layout=layout, seed=1)
     x = case.matrix(case.k, dtype, layout=layout, seed=2)
-    dw = grouped_wgrad_triton(dy, x, case.offs(), torch.float32)
+    dw = fresh(dy, x, case.offs())
     assert relative_error(dw, wgrad_float64(dy, x, case.slices)) <= 1e-6
     for expert, count in enumerate(case.counts):
         assert count or not dw[expert].any()
@@ -40,7 +49,7 @@ def test_grouped_wgrad(case: Case, dtype: torch.dtype, layout: str) -> None:
 def test_grouped_wgrad_stores_operand_dtype(dtype: torch.dtype) -> None:
     case = CASES[3]
     dy = case.matrix(case.n, dtype, layout="contiguous", seed=1)
-    dw = grouped_wgrad_triton(dy, dy, case.offs(), dtype)
+    dw = fresh(dy, dy, case.offs(), dtype)
     assert dw.dtype == dtype
     assert relative_error(dw, wgrad_float64(dy, dy, case.slices)) <= ONE_ULP[dtype]
 
@@ -54,6 +63,20 @@ def test_grouped_wgrad_into_outputs_of_their_own(case: Case) -> None:
     grouped_wgrad_into_triton(dy, x, case.offs(), outs)
     for out, want in zip(outs, wgrad_float64(dy, x, case.slices), strict=True):
         assert out is None or relative_error(out, want) <= 1e-6
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[6]], ids=case_id)
+def test_grouped_wgrad_adds(case: Case, layout: str) -> None:
+    dy = case.matrix(case.n, torch.float32, layout="contiguous", seed=1)
+    x = case.matrix(case.k, torch.float32, layout="contiguous", seed=2)
+    old = torch.randn(len(case.counts), case.n, case.k).masked_fill_(
+        torch.tensor(case.counts)[:, None, None] == 0, -0.0
+    )
+    total = old.clone() if layout == "contiguous" else old.mT.clone(memory_format=torch.contiguous_format).mT
+    grouped_wgrad_triton(dy, x, case.offs(), total, accumulate=True)
+    for expert, (count, dw) in enumerate(zip(case.counts, fresh(dy, x, case.offs()), strict=True)):
+        assert same_bits(total[expert], old[expert] + dw if count else old[expert])
 
 
 WEIGHTS = [(dtype, "fprop") for dtype in DTYPES] + [(torch.float32, "dgrad")]
@@ -78,4 +101,7 @@ def test_wrong_offsets_stay_inside_the_buffers() -> None:
     clamped = torch.tensor([4, 6], dtype=torch.int32)
     weight = torch.randn(2, 3, 4)
     assert torch.equal(grouped_linear_triton(x, weight, offs), grouped_linear_triton(x, weight, clamped))
-    assert torch.equal(grouped_wgrad_triton(x, x, offs, x.dtype), grouped_wgrad_triton(x, x, clamped, x.dtype))
+    assert torch.equal(fresh(x, x, offs), fresh(x, x, clamped))
+    offs = torch.tensor([-3, 4, 2], dtype=torch.int32)
+    clamped = torch.tensor([0, 4, 4], dtype=torch.int32)
+    assert torch.equal(fresh(x, x, offs), fresh(x, x, clamped))

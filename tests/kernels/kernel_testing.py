@@ -115,6 +115,11 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return error / scale if scale else error
 
 
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """Compare float32 tensors by their bits: -0.0 is not 0.0, and a NaN equals itself."""
+    return torch.equal(actual.contiguous().view(torch.int32), expected.contiguous().view(torch.int32))
+
+
 def error_bound(expected: Tensor, dtype: torch.dtype, device: str) -> float:
     """Return what float32 accumulation and one rounding to `dtype` may cost on this very data."""
     return FLOAT32_BOUND[device] + 1.05 * relative_error(expected.to(dtype), expected)

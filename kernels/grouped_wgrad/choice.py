@@ -1,0 +1,65 @@
+"""Which kernel computes a grouped wgrad on CUDA."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# Versions on whose output the GPU tests have run. The kernel compiles with newer ones too, but Gluon is experimental:
+# after `pytest -m gpu tests/kernels` with one of them, it may be added here.
+_GLUON_TRITONS = ((3, 6),)
+
+_TMA_ALIGNMENT = 16  # bytes
+
+
+class Launcher(Protocol):
+    """Stores in dw [E, N, K], or adds to it, `dy_e^T @ x_e` of dy [R, N], x [R, K] and offs [E] int32."""
+
+    def __call__(self, dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool) -> None: ...
+
+
+def choose_grouped_wgrad(dy: Tensor, x: Tensor, dw: Tensor) -> Launcher:
+    """Return the kernel for these operands.
+
+    It depends on the GPU, the installed Triton, dtypes, strides and alignment, and on neither the number of rows nor
+    their split: the two kernels sum in different orders, and ranks or steps must not differ by that.
+    """
+    # Imported on use: Triton exists on Linux only, and Gluon in some of its versions only.
+    if _has_gluon() and _is_hopper(dw.device) and _suits_tma(dy, x, dw):
+        from gtp_compile.kernels.grouped_wgrad.gluon import grouped_wgrad_gluon
+
+        return grouped_wgrad_gluon
+    from gtp_compile.kernels.grouped_wgrad.triton import grouped_wgrad_triton
+
+    return grouped_wgrad_triton
+
+
+def _has_gluon() -> bool:
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return (int(major), int(minor)) in _GLUON_TRITONS
+
+
+def _is_hopper(device: torch.device) -> bool:
+    # ROCm counts its capabilities in numbers of its own, 9.4 among them.
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _suits_tma(dy: Tensor, x: Tensor, dw: Tensor) -> bool:
+    """Tell whether the tensor cores multiply the operands, and TMA can address all three tensors."""
+    if dy.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    # Where K is no multiple of 8, TMA was seen to write past the ends of rows.
+    if dw.shape[-1] % 8:
+        return False
+    return all(tensor.stride(-1) == 1 and _is_aligned(tensor) for tensor in (dy, x, dw)) and _has_rows_apart(dy, x)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    outer = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
+    return not any(offset % _TMA_ALIGNMENT for offset in (tensor.data_ptr(), *outer))
+
+
+def _has_rows_apart(dy: Tensor, x: Tensor) -> bool:
+    return dy.stride(0) >= dy.shape[1] and x.stride(0) >= x.shape[1]

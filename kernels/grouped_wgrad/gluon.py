@@ -1,0 +1,298 @@
+# R routed rows, E experts, N out features, K in features. Rows of one expert are adjacent; offs_E holds their ends.
+#
+#   scheduler, 1 warp         queue         producer, 1 warp           ring            2 consumers, 4 warps each
+#   walks the tiles,        +-------+       copies the rows of      +--------+        each multiplies one half of
+#   reads offs_E      ----> | tile  | ----> a tile's expert,  ----> | dy_RN  | ---->  the tile's rows, and stages and
+#                           +-------+       BLOCK_R at a time       | x_RK   |        stores it by itself
+#                               |                                   +--------+               ^
+#                               +------------------------------------------------------------+
+#
+# One program per SM. Nothing keeps the two consumers in step, so that one stores its half of a tile while the other one
+# multiplies, and the producer runs ahead of both: products hide the stores and the loads.
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# The second name is that of Triton 3.6.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_read_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_write_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+# 128 x 128 tiles leave room to stage a whole one (64 KiB in float32) beside a ring of five steps of 32 KiB.
+_BLOCK_R = gl.constexpr(64)
+_BLOCK_N = gl.constexpr(128)
+_BLOCK_K = gl.constexpr(128)
+_HALF_N = gl.constexpr(64)  # rows of a tile that one consumer owns
+_CHUNK_K = gl.constexpr(64)  # columns that go through shared memory in one piece
+_STAGES = gl.constexpr(5)
+_QUEUE = gl.constexpr(2)
+_BAND = gl.constexpr(4)  # row tiles that walk the columns together, so that what they share stays in the L2 cache
+_CONSUMER_REGISTERS = gl.constexpr(208)
+_HELPER_REGISTERS = gl.constexpr(40)
+
+_TILE_FIELDS = gl.constexpr(5)  # expert, first row and column, end and number of the expert's rows
+_ROWS = gl.constexpr(1 << 30)  # more rows than any operand has
+
+
+@gluon.jit
+def _next_slot(slot, phase):
+    wraps = slot == _STAGES - 1
+    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def _locate_tile(tile, tiles_N, tiles_K):
+    """Return the expert, first row and first column of a tile: expert by expert, band by band, column by column."""
+    expert = tile // (tiles_N * tiles_K)
+    tile = tile % (tiles_N * tiles_K)
+    band = tile // (_BAND * tiles_K)
+    tile = tile % (_BAND * tiles_K)
+    height = gl.minimum(tiles_N - band * _BAND, _BAND)
+    return expert, (band * _BAND + tile % height) * _BLOCK_N, tile // height * _BLOCK_K
+
+
+@gluon.jit
+def _locate_rows(offs_ptr, expert, R):
+    """Return the end and the number of an expert's rows."""
+    # Offsets are not checked on the host (that would synchronize); the bounds keep a wrong one inside the buffers.
+    begin = gl.maximum(gl.load(offs_ptr + gl.maximum(expert - 1, 0)), 0)
+    end = gl.minimum(gl.load(offs_ptr + expert), R)
+    return end, gl.maximum(end - gl.where(expert > 0, begin, 0), 0)
+
+
+@gluon.jit
+def _put_tile(index, queue, expert, n, k, end, rows):
+    fields, full, empty = queue
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot = index % _QUEUE
+    mbarrier.wait(empty.index(slot), (index // _QUEUE & 1) ^ 1)
+    at = slot * _TILE_FIELDS
+    fields.index(at).store(gl.full([1], expert, gl.int32, layout))
+    fields.index(at + 1).store(gl.full([1], n, gl.int32, layout))
+    fields.index(at + 2).store(gl.full([1], k, gl.int32, layout))
+    fields.index(at + 3).store(gl.full([1], end, gl.int32, layout))
+    fields.index(at + 4).store(gl.full([1], rows, gl.int32, layout))
+    _barrier()
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def _take_tile(index, queue):
+    """Return the fields of the next tile; its expert is -1 when there is none."""
+    fields, full, empty = queue
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot = index % _QUEUE
+    mbarrier.wait(full.index(slot), index // _QUEUE & 1)
+    at = slot * _TILE_FIELDS
+    expert = gl.max(fields.index(at).load(layout), 0)
+    n = gl.max(fields.index(at + 1).load(layout), 0)
+    k = gl.max(fields.index(at + 2).load(layout), 0)
+    end = gl.max(fields.index(at + 3).load(layout), 0)
+    rows = gl.max(fields.index(at + 4).load(layout), 0)
+    _barrier()
+    mbarrier.arrive(empty.index(slot), count=1)
+    return expert, n, k, end, rows
+
+
+@gluon.jit
+def _schedule(dw_desc, offs_ptr, R, queue, ACCUMULATE: gl.constexpr):
+    tiles_N = gl.cdiv(dw_desc.shape[1], _BLOCK_N)
+    tiles_K = gl.cdiv(dw_desc.shape[2], _BLOCK_K)
+    index = 0
+    for tile in range(gl.program_id(0), dw_desc.shape[0] * tiles_N * tiles_K, gl.num_programs(0)):
+        expert, n, k = _locate_tile(tile, tiles_N, tiles_K)
+        end, rows = _locate_rows(offs_ptr, expert, R)
+        # Adding nothing is left out; a fresh gradient of an expert without rows has zeros to store.
+        if rows > 0 or not ACCUMULATE:
+            _put_tile(index, queue, expert, n, k, end, rows)
+            index += 1
+    _put_tile(index, queue, -1, 0, 0, 0, 0)
+
+
+@gluon.jit
+def _load(dy_desc, x_desc, ring, queue):
+    dy_ring, x_ring, full, empty = ring
+    nbytes: gl.constexpr = _BLOCK_R * (_BLOCK_N + _BLOCK_K) * 2
+    slot = 0
+    phase = 1
+    index = 0
+    expert, n, k, end, rows = _take_tile(index, queue)
+    while expert >= 0:
+        for r in range(0, rows, _BLOCK_R):
+            mbarrier.wait(empty.index(slot), phase)
+            bar = full.index(slot)
+            mbarrier.expect(bar, nbytes)
+            row = _ROWS - rows + r
+            for half in gl.static_range(2):
+                dy_half = dy_ring.index(slot * 2 + half)
+                _read_box(dy_desc, [_ROWS, end, row, n + half * _HALF_N], bar, dy_half)
+            _read_box(x_desc, [_ROWS, end, row, k], bar, x_ring.index(slot))
+            slot, phase = _next_slot(slot, phase)
+        index += 1
+        expert, n, k, end, rows = _take_tile(index, queue)
+
+
+@gluon.jit
+def _store_chunk(dw_NK, buffer, dw_desc, expert, n, k, ACCUMULATE: gl.constexpr):
+    buffer_NK = buffer.reshape([_HALF_N, _CHUNK_K])
+    if ACCUMULATE:
+        dw_NK += buffer_NK.load(dw_NK.type.layout)
+    buffer_NK.store(dw_NK.to(dw_desc.dtype))
+    fence_async_shared()
+    _barrier()
+    _write_box(dw_desc, [expert, n, k], buffer)
+
+
+@gluon.jit
+def _halve(dw_NK):
+    """Split into the left and the right columns, each in the layout of a product of that width: no data moves."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _CHUNK_K, 16])
+    left, right = dw_NK.reshape([_HALF_N, 2, _CHUNK_K]).permute((0, 2, 1)).split()
+    return (
+        gl.convert_layout(left, layout, assert_trivial=True),
+        gl.convert_layout(right, layout, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _multiply(half: gl.constexpr, dw_desc, ring, queue, staging, fetched, ACCUMULATE: gl.constexpr):
+    dy_ring, x_ring, full, empty = ring
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_K, 16])
+    left = staging.index(half * 2)
+    right = staging.index(half * 2 + 1)
+    slot = 0
+    phase = 0
+    fetches = 0
+    index = 0
+    expert, n, k, _, rows = _take_tile(index, queue)
+    while expert >= 0:
+        n += half * _HALF_N
+        dw_NK = gl.zeros([_HALF_N, _BLOCK_K], gl.float32, layout)
+        previous = 0
+        # Halfway through the products the last tile's store is done, and there is time for the old values to arrive.
+        halfway = rows // 2 // _BLOCK_R * _BLOCK_R
+        for r in range(0, rows, _BLOCK_R):
+            if ACCUMULATE:
+                if r == halfway:
+                    tma.store_wait(pendings=0)
+                    _barrier()
+                    mbarrier.expect(fetched, _HALF_N * _BLOCK_K * 4)
+                    _read_box(dw_desc, [expert, n, k], fetched, left)
+                    _read_box(dw_desc, [expert, n, k + _CHUNK_K], fetched, right)
+            mbarrier.wait(full.index(slot), phase)
+            dy_NR = dy_ring.index(slot * 2 + half).reshape([_BLOCK_R, _HALF_N]).permute((1, 0))
+            x_RK = x_ring.index(slot).reshape([_BLOCK_R, _BLOCK_K])
+            dw_NK = warpgroup_mma(dy_NR, x_RK, dw_NK, is_async=True)
+            dw_NK = warpgroup_mma_wait(num_outstanding=1, deps=[dw_NK])
+            _barrier()
+            mbarrier.arrive(empty.index(previous), count=1, pred=r > 0)
+            previous = slot
+            slot, phase = _next_slot(slot, phase)
+        dw_NK = warpgroup_mma_wait(num_outstanding=0, deps=[dw_NK])
+        _barrier()
+        mbarrier.arrive(empty.index(previous), count=1, pred=rows > 0)
+
+        if ACCUMULATE:
+            mbarrier.wait(fetched, fetches & 1)
+            fetches += 1
+        else:
+            tma.store_wait(pendings=0)
+            _barrier()
+        left_NK, right_NK = _halve(dw_NK)
+        _store_chunk(left_NK, left, dw_desc, expert, n, k, ACCUMULATE)
+        _store_chunk(right_NK, right, dw_desc, expert, n, k + _CHUNK_K, ACCUMULATE)
+        index += 1
+        expert, n, k, _, rows = _take_tile(index, queue)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=["R"])
+def _grouped_wgrad_gluon_kernel(dy_desc, x_desc, dw_desc, offs_ptr, R, ACCUMULATE: gl.constexpr):
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    dy_ring = gl.allocate_shared_memory(dy_desc.dtype, [_STAGES * 2, 1, 1, _BLOCK_R, _HALF_N], dy_desc.layout)
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [_STAGES, 1, 1, _BLOCK_R, _BLOCK_K], x_desc.layout)
+    ring_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], barrier)
+    ring_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], barrier)
+    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    fields = gl.allocate_shared_memory(gl.int32, [_QUEUE * _TILE_FIELDS, 1], one)
+    queue_full = gl.allocate_shared_memory(gl.int64, [_QUEUE, 1], barrier)
+    queue_empty = gl.allocate_shared_memory(gl.int64, [_QUEUE, 1], barrier)
+    staging = gl.allocate_shared_memory(dw_desc.dtype, [4, 1, _HALF_N, _CHUNK_K], dw_desc.layout)
+    fetched = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    for slot in gl.static_range(_STAGES):
+        mbarrier.init(ring_full.index(slot), count=1)
+        mbarrier.init(ring_empty.index(slot), count=2)
+    for slot in gl.static_range(_QUEUE):
+        mbarrier.init(queue_full.index(slot), count=1)
+        mbarrier.init(queue_empty.index(slot), count=3)
+    for half in gl.static_range(2):
+        mbarrier.init(fetched.index(half), count=1)
+
+    ring = (dy_ring, x_ring, ring_full, ring_empty)
+    queue = (fields, queue_full, queue_empty)
+    # The tuples stand in the call: through a variable, constants would become values of the run.
+    gl.warp_specialize(
+        [
+            (_multiply, (0, dw_desc, ring, queue, staging, fetched.index(0), ACCUMULATE)),
+            (_multiply, (1, dw_desc, ring, queue, staging, fetched.index(1), ACCUMULATE)),
+            (_load, (dy_desc, x_desc, ring, queue)),
+            (_schedule, (dw_desc, offs_ptr, R, queue, ACCUMULATE)),
+        ],
+        [4, 1, 1],
+        [_CONSUMER_REGISTERS, _HELPER_REGISTERS, _HELPER_REGISTERS],
+    )
+
+
+def _describe_rows(matrix: Tensor, columns: int) -> TensorDescriptor:
+    """Describe [BLOCK_R, columns] boxes of a matrix that end with any given row.
+
+    The coordinate (_ROWS, end, _ROWS - rows + r, column) is row `end - rows + r`: _ROWS steps along the first and along
+    the third dimension are 2^64 elements together, and addresses wrap there. Rows from `end` on lie outside the third
+    dimension, so that TMA does not read them and fills in zeros.
+    """
+    stride = matrix.stride(0)
+    shape = [0x7FFF0000, 0x7FFF0000, _ROWS.value, matrix.shape[1]]
+    return _describe(matrix, shape, [2**34 - stride, stride, stride, 1], [1, 1, _BLOCK_R.value, columns])
+
+
+def _describe(tensor: Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(tensor, shape, strides, box, _swizzled(tensor.itemsize, len(box)))
+
+
+@cache
+def _swizzled(itemsize: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(128, element_bitwidth=8 * itemsize, rank=rank)
+
+
+def grouped_wgrad_gluon(dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool) -> None:
+    """Store in dw [E, N, K], or add to it, `dy_e^T @ x_e` of dy [R, N], x [R, K] and offs [E] int32."""
+    if dy.shape[0] == 0:  # nothing to describe
+        if not accumulate:
+            dw.zero_()
+        return
+    E, N, K = dw.shape
+    tiles = E * triton.cdiv(N, _BLOCK_N.value) * triton.cdiv(K, _BLOCK_K.value)
+    programs = min(tiles, torch.cuda.get_device_properties(dw.device).multi_processor_count)
+    with torch.cuda.device_of(dw):
+        _grouped_wgrad_gluon_kernel[(programs,)](
+            _describe_rows(dy, _HALF_N.value),
+            _describe_rows(x, _BLOCK_K.value),
+            _describe(dw, [E, N, K], list(dw.stride()), [1, _HALF_N.value, _CHUNK_K.value]),
+            offs.contiguous(),
+            dy.shape[0],
+            ACCUMULATE=accumulate,
+            num_warps=4,
+        )

@@ -1,0 +1,30 @@
+"""The Gluon kernel compiles for Hopper with the installed Triton: no GPU is needed, and Gluon's names do change."""
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="needs Triton, which exists on Linux only")
+pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
+
+
+@pytest.mark.parametrize(("out_type", "accumulate"), [("fp32", False), ("fp32", True), ("bf16", False)])
+def test_grouped_wgrad_compiles_for_hopper(out_type: str, accumulate: bool) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from gtp_compile.kernels.grouped_wgrad.gluon import _grouped_wgrad_gluon_kernel, _swizzled
+
+    dw_layout = _swizzled(4 if out_type == "fp32" else 2, 3)
+    signature = {
+        "dy_desc": f"tensordesc<bf16[1, 1, 64, 64],{_swizzled(2, 4)!r}>",
+        "x_desc": f"tensordesc<bf16[1, 1, 64, 128],{_swizzled(2, 4)!r}>",
+        "dw_desc": f"tensordesc<{out_type}[1, 64, 64],{dw_layout!r}>",
+        "offs_ptr": "*i32",
+        "R": "i32",
+        "ACCUMULATE": "constexpr",
+    }
+    source = GluonASTSource(_grouped_wgrad_gluon_kernel, signature, {"ACCUMULATE": accumulate})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert compiled.metadata.shared <= 227 << 10, "more shared memory than a Hopper SM has"
+    sass = compiled.asm["sass"]
+    assert "HGMMA" in sass
+    assert "STL" not in sass and "LDL" not in sass, "registers do not suffice"
