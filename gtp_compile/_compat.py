@@ -12,6 +12,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch._dynamo import mark_static
+from torch._dynamo.eval_frame import skip_code
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext
@@ -37,6 +38,7 @@ __all__ = [
     "make_boxed_func",
     "mark_static",
     "min_cut_rematerialization_partition",
+    "skip_frame",
     "trace_artifact",
     "uncached",
     "will_accumulate",
@@ -92,6 +94,15 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def skip_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo from compiling a function's own frame; it still traces through it, and compiles what it calls.
+
+    Such a function may ask `is_compiling` and mean "in a graph of my caller's".
+    """
+    skip_code(fn.__code__)
+    return fn
 
 
 def trace_artifact(name: str, text: str) -> None:

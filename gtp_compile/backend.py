@@ -103,6 +103,7 @@ def _with_bookkeeping(compiled: Callable[..., Any], captured: list[CapturedGraph
         leaves = [a for a in args if isinstance(a, ComputeLeaf)]
         for leaf in leaves:
             leaf.check_use()
+            leaf.compiled_uses += 1
         for graph in captured:
             graph.calls.append(tuple(a.fqn if isinstance(a, ComputeLeaf) else "" for a in args))
             graph.inputs = args if graph.joint is not None else ()

@@ -62,6 +62,7 @@ class ComputeLeaf(nn.Parameter):
         holders: the modules that registered the parameter, and under which names.
         replacement: the pair that a conversion of the module put in this one's place.
         eager_uses: how many gradients arrived outside compiled graphs.
+        compiled_uses: how many compiled graphs ran with it.
     """
 
     is_distributed_weight = True
@@ -73,6 +74,7 @@ class ComputeLeaf(nn.Parameter):
     main_grad: Tensor | None
     group: tuple[ComputeLeaf, ...]
     eager_uses: int
+    compiled_uses: int
     recorder: Any  # called by gtp::record (verify)
     emit: Any  # how collectives run outside compiled graphs (explain)
     rounding_reported: bool
@@ -238,7 +240,7 @@ def pair(
     leaf = torch.Tensor._make_subclass(ComputeLeaf, param.to_local().detach(), False)
     leaf.fqn, leaf.mesh_layout, leaf.shard_rank, leaf.param_dtype = fqn, layout, shard_rank, param_dtype
     leaf.main_grad = None if main_grad_dtype is None else torch.zeros_like(local, dtype=main_grad_dtype)
-    leaf.group, leaf.eager_uses, leaf.rounding_reported = (leaf,), 0, False
+    leaf.group, leaf.eager_uses, leaf.compiled_uses, leaf.rounding_reported = (leaf,), 0, 0, False
     leaf.recorder, leaf.emit, leaf.replacement, leaf.meeting, leaf.holders = None, None, None, None, set()
     leaf._registered, leaf._aliased = weakref.ref(param), None
     _fix_sizes(leaf)
