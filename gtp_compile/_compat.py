@@ -13,6 +13,7 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch._C import DisableTorchFunctionSubclass
 from torch._dynamo import mark_static
+from torch._dynamo.eval_frame import skip_code
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext
@@ -44,6 +45,7 @@ __all__ = [
     "mark_static",
     "min_cut_rematerialization_partition",
     "named_group",
+    "skip_frame",
     "take_for_foreach",
     "trace_artifact",
     "uncached",
@@ -127,6 +129,15 @@ def fake_store() -> Any:
 def take_for_foreach(cls: Any) -> None:
     """Let stock optimizers choose their multi-tensor kernels for parameters of this class, as for a DTensor's."""
     _foreach_supported_types.append(cls)
+
+
+def skip_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo from compiling a function's own frame; it still traces through it, and compiles what it calls.
+
+    Such a function may ask `is_compiling` and mean "in a graph of my caller's".
+    """
+    skip_code(fn.__code__)
+    return fn
 
 
 def trace_artifact(name: str, text: str) -> None:

@@ -117,6 +117,7 @@ def _with_bookkeeping(
         leaves = [a for a in args if isinstance(a, ComputeLeaf)]
         for leaf in leaves:
             leaf.check_use()
+            leaf.compiled_uses += 1
         if leaves:
             leaves[0].meet()
         for graph in captured:

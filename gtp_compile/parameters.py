@@ -66,6 +66,7 @@ class ComputeLeaf(nn.Parameter):
         holders: the modules that registered the parameter, and under which names.
         replacement: the pair that a conversion of the module put in this one's place.
         eager_uses: how many gradients arrived outside compiled graphs.
+        compiled_uses: how many compiled graphs ran with it.
     """
 
     is_distributed_weight = True
@@ -78,6 +79,7 @@ class ComputeLeaf(nn.Parameter):
     main_grad_dtype: torch.dtype | None
     group: tuple[ComputeLeaf, ...]
     eager_uses: int
+    compiled_uses: int
     recorder: Any  # called by gtp::record (verify)
     emit: Any  # how collectives run outside compiled graphs (explain)
     rounding_reported: bool
@@ -262,7 +264,7 @@ def pair(
     leaf = torch.Tensor._make_subclass(ComputeLeaf, param.to_local().detach(), False)
     leaf.fqn, leaf.mesh_layout, leaf.shard_rank, leaf.param_dtype = fqn, layout, shard_rank, param_dtype
     leaf.main_grad, leaf.main_grad_dtype = None, main_grad_dtype
-    leaf.group, leaf.eager_uses, leaf.rounding_reported = (leaf,), 0, False
+    leaf.group, leaf.eager_uses, leaf.compiled_uses, leaf.rounding_reported = (leaf,), 0, 0, False
     leaf.recorder, leaf.emit, leaf.replacement, leaf.holders = None, None, None, set()
     leaf.meeting = Meeting.of(mesh)
     leaf._registered, leaf._aliased = weakref.ref(param), None

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gtp_compile._compat import skip_frame
+from gtp_compile.eager_forward import is_stack, scoped_forward
 from gtp_compile.grouped_linear import GroupedLinear
 from gtp_compile.meeting import is_forward
 from gtp_compile.parameters import (
@@ -54,7 +56,8 @@ def take_over(module: nn.Module, tree: Tree, is_root: bool) -> None:
     module.__dict__["_gtp_tree"] = tree
     leaves = leaves_in(module)
     if leaves or is_root or hasattr(type(module), "save_pretrained"):
-        module.__class__ = _sharded_class(type(module), tuple(leaves))  # type: ignore[arg-type]
+        may_loop = is_stack(leaves) and not isinstance(module, GroupedLinear)
+        module.__class__ = _sharded_class(type(module), tuple(leaves), may_loop)  # type: ignore[arg-type]
         _refresh(module)
 
 
@@ -75,11 +78,14 @@ def _refresh(module: nn.Module) -> None:
 
 
 @functools.cache
-def _sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _sharded_class(cls: type[nn.Module], names: tuple[str, ...], may_loop: bool) -> type[nn.Module]:
     body: dict[str, Any] = {name: property(_getter(name)) for name in names}
     body.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
     body.update(_gtp_original=cls, register_parameter=_register_parameter, zero_grad=_zero_grad)
     body.update(__new__=_new, __reduce_ex__=_reduce, __setstate__=_setstate, __delattr__=_delattr, _apply=_apply)
+    body.update(_gtp_may_loop=may_loop)
+    if may_loop:
+        body.update(forward=scoped_forward(cls.forward))
     if hasattr(cls, "save_pretrained"):
         body.update(save_pretrained=_save_pretrained)
     return type(cls.__name__, (cls,), body)
@@ -94,17 +100,25 @@ def _getter(name: str) -> Callable[[nn.Module], Tensor]:
     def get(self: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return materialize_leaves((self._gtp_leaves[name],))
-        param = self._parameters.get(name)
-        if param is None:
-            raise AttributeError(f"{self._gtp_leaves[name].fqn}: was taken out of its module after gtp_compile.shard")
-        if not self._gtp_tree.is_running():
-            return param
-        leaf = self._gtp_leaves[name]
-        leaf.check_use()
-        leaf.meet()
-        return materialize_leaves((leaf,))
+        return _read(self, name)
 
-    return get
+    return skip_frame(get)  # a graph of its own would hold nothing but the gather
+
+
+@torch.compiler.disable
+def _read(module: Any, name: str) -> Tensor:
+    """The attribute outside compiled graphs: the whole weight in a forward of the model, else the parameter."""
+    if (scope := module.__dict__.get("_gtp_eager")) is not None:
+        return scope.read(name)
+    param = module._parameters.get(name)
+    leaf = module._gtp_leaves[name]
+    if param is None:
+        raise AttributeError(f"{leaf.fqn}: was taken out of its module after gtp_compile.shard")
+    if not module._gtp_tree.is_running():
+        return param
+    leaf.check_use()
+    leaf.meet()
+    return materialize_leaves((leaf,))
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
@@ -112,11 +126,11 @@ def _reduce(self: Any, protocol: Any) -> Any:
     state = self._gtp_original.__getstate__(self)
     if isinstance(state, dict):
         state = {k: v for k, v in state.items() if k != "_gtp_leaves"}  # found again from the parameters
-    return _rebuilt, (self._gtp_original, tuple(self._gtp_leaves)), state
+    return _rebuilt, (self._gtp_original, tuple(self._gtp_leaves), self._gtp_may_loop), state
 
 
-def _rebuilt(original: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    return original.__new__(_sharded_class(original, names))  # type: ignore[arg-type]
+def _rebuilt(original: type[nn.Module], names: tuple[str, ...], may_loop: bool) -> nn.Module:
+    return original.__new__(_sharded_class(original, names, may_loop))  # type: ignore[arg-type]
 
 
 def _setstate(self: Any, state: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from gtp_compile.passes.collective_ops import Layout, emit_gather, emit_reduce
 from gtp_compile.passes.emit import Emit, RunEmit
 
-__all__ = ["Finalize", "Materialize", "materialize"]
+__all__ = ["Finalize", "Materialize", "emit_of", "finalize", "materialize"]
 
 log = logging.getLogger(__name__)
 
@@ -54,20 +54,28 @@ def materialize(
     Differentiable in `shards`. The gradient of a shard has the local shape, was summed over the group in `grad_dtype`,
     and in a compiled graph goes to the shard's `main_grad` where it has one.
     """
-    return torch.ops.gtp.materialize.default(
-        list(shards),
-        list(main_grads),
-        list(layout.group_names),
-        list(layout.group_sizes),
-        layout.dim,
-        layout.full_size,
-        layout.reduce_op,
-        param_dtype,
-        grad_dtype,
-    )
+    constants = _constants(layout)
+    return torch.ops.gtp.materialize.default(list(shards), list(main_grads), *constants, param_dtype, grad_dtype)
 
 
-def _emit_of(shards: list[Tensor]) -> Emit:
+def finalize(
+    grad: Tensor,
+    shards: Sequence[Tensor],
+    main_grads: Sequence[Tensor | None],
+    layout: Layout,
+    grad_dtype: torch.dtype,
+) -> list[Tensor]:
+    """The reduced gradients of a group's shards (local shapes), from the full gradient that
+    `materialize` is differentiated with; warns, once a weight, where it comes narrower than `grad_dtype`.
+    """
+    return torch.ops.gtp.finalize.default(grad, list(shards), list(main_grads), *_constants(layout), grad_dtype)
+
+
+def _constants(layout: Layout) -> tuple[Any, ...]:
+    return list(layout.group_names), list(layout.group_sizes), layout.dim, layout.full_size, layout.reduce_op
+
+
+def emit_of(shards: list[Tensor]) -> Emit:
     """How this weight's collectives are run outside a compiled graph; `explain` replaces it by one that stays local."""
     return getattr(shards[0], "emit", None) or RunEmit()
 
@@ -84,7 +92,7 @@ def _materialize_impl(
     grad_dtype: torch.dtype,
 ) -> Tensor:
     layout = Layout.of(group_names, group_sizes, dim, full_size, reduce_op)
-    full = emit_gather(_emit_of(shards), shards, layout, param_dtype)
+    full = emit_gather(emit_of(shards), shards, layout, param_dtype)
     # An op may not return its input (a replicated weight that needs no cast is one).
     return full.clone() if len(shards) == 1 and full is shards[0] else full
 
@@ -124,7 +132,7 @@ def _finalize_impl(
     layout = Layout.of(group_names, group_sizes, dim, full_size, reduce_op)
     if grad.dtype != grad_dtype and grad.dtype.itemsize < grad_dtype.itemsize and grad.ndim > 1:
         _warn_rounded(shards[0], grad.dtype, grad_dtype)
-    reduced = emit_reduce(_emit_of(shards), grad, shards, layout, grad_dtype)
+    reduced = emit_reduce(emit_of(shards), grad, shards, layout, grad_dtype)
     dtypes = [_result_dtype(s, m) for s, m in zip(shards, main_grads, strict=True)]
     # Members of a group are views of one buffer, and a group of one may be the incoming gradient itself.
     return [r.to(dtype, copy=True) for r, dtype in zip(reduced, dtypes, strict=True)]
