@@ -153,9 +153,10 @@ for _name in _RANDOM:
 for _name in _IN_PLACE:
     setattr(Rows, _name, _writer(_name))
 for _class in (WholeValues, View):
-    _class.__setitem__ = _writer("__setitem__")
     for _name in _VIEWS:
         setattr(_class, _name, _viewer(_name))
+    for _name in ("__setitem__",):
+        setattr(_class, _name, _writer(_name))
 
 
 def _on_the_whole(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
