@@ -114,7 +114,7 @@ def grad_of_the_user(rank: int) -> None:
 
 
 def megatron(rank: int) -> None:
-    """bf16 shards with fp32 main_grad: `.grad` stays None, the trainer's optimizer reads main_grad and zeroes it, or the model does."""
+    """bf16 shards, fp32 main_grad: `.grad` stays None; the trainer's optimizer, or the model, zeroes main_grad."""
     torch.manual_seed(1)
     model = nn.Linear(16, 32, bias=False, dtype=BF16)
     twin = double_leaf(model.weight)
