@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gtp_compile._compat import take_for_foreach
-from gtp_compile.parameters import ShardedParameter, like, local_of
+from gtp_compile.parameters import ShardedParameter, is_narrow, like, local_of
 
 __all__ = ["MainGradOptimizer", "watch_optimizers"]
 
@@ -144,12 +144,6 @@ class MainGradOptimizer(Optimizer):
                 param.leaf.data.copy_(local_of(master))
 
 
-def is_narrow(param: Any) -> bool:
-    """Whether a parameter's gradient lives in a main_grad of another dtype, where a stock optimizer does not look."""
-    main_grad = param.main_grad if isinstance(param, ShardedParameter) else None
-    return main_grad is not None and main_grad.dtype != param.dtype
-
-
 @functools.cache
 def watch_optimizers() -> None:
     """From now on an optimizer that would skip a parameter in silence raises instead."""
@@ -169,8 +163,9 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             )
         is_stock = type(optimizer).__module__.startswith("torch.optim")
         if is_stock and is_narrow(param) and param.requires_grad and param.grad is None:
+            main_grad = param.main_grad
             raise RuntimeError(
-                f"{param.leaf.fqn}: is {param.dtype}, its gradient is in its {param.main_grad.dtype} main_grad, and "
+                f"{param.leaf.fqn}: is {param.dtype}, its gradient is in its {main_grad.dtype} main_grad, and "
                 f"{name} would skip it. Wrap the optimizer: gtp_compile.MainGradOptimizer(model.parameters(), "
                 f"torch.optim.{name}, ...); or keep the shards in float32: "
                 "gtp_compile.shard(model.float(), mesh, param_dtype=torch.bfloat16)"

@@ -41,6 +41,7 @@ __all__ = [
     "attach_main_grad",
     "check_conversion",
     "check_main_grad_dtype",
+    "is_narrow",
     "like",
     "local_of",
     "materialize_leaves",
@@ -377,6 +378,12 @@ def _unpickled(dtensor: DTensor, facts: tuple[Any, ...], main_grad: Tensor | Non
     new.main_grad = None if main_grad is None else torch.zeros_like(main_grad, device=new.leaf.device)
     new.leaf.main_grad_dtype = main_grad_dtype
     return new
+
+
+def is_narrow(param: Any) -> bool:
+    """Whether a parameter's gradient lives in a main_grad of another dtype, where a stock optimizer does not look."""
+    main_grad = param.main_grad if isinstance(param, ShardedParameter) else None
+    return main_grad is not None and main_grad.dtype != param.dtype
 
 
 def check_main_grad_dtype(dtype: torch.dtype, name: str) -> None:

@@ -24,6 +24,7 @@ from gtp_compile.parameters import (
     ShardedParameter,
     attach_main_grad,
     check_conversion,
+    is_narrow,
     materialize_leaves,
     renewed,
 )
@@ -159,8 +160,8 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
     self._gtp_original.zero_grad(self, set_to_none)
     for param in self.parameters():
         # Where `.grad` can't lie over main_grad, dropping it says nothing to the next step.
-        if isinstance(param, ShardedParameter) and param.main_grad is not None and param.main_grad.dtype != param.dtype:
-            param.main_grad.zero_()
+        if is_narrow(param):
+            param.main_grad.zero_()  # type: ignore[attr-defined]
 
 
 def _delattr(self: Any, name: str) -> None:

@@ -114,7 +114,7 @@ def grad_of_the_user(rank: int) -> None:
 
 
 def megatron(rank: int) -> None:
-    """bf16 shards with fp32 main_grad: `.grad` stays None, the trainer's optimizer reads main_grad and zeroes it."""
+    """bf16 shards, fp32 main_grad: `.grad` stays None; the trainer's optimizer, or the model, zeroes main_grad."""
     torch.manual_seed(1)
     model = nn.Linear(16, 32, bias=False, dtype=BF16)
     twin = double_leaf(model.weight)
@@ -122,16 +122,16 @@ def megatron(rank: int) -> None:
     step = compiled(model)
     for i in range(3):
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * i + rank)).to(BF16)
-        model.zero_grad()  # no `.grad`: nothing to do with main_grad
         step(x).float().pow(2).sum().backward()
         linear64(x, twin).float().pow(2).sum().backward()
         close_main_grad(model.weight, reduced(twin.grad))
         expect(".grad", model.weight.grad, None)
-    model.weight.main_grad.zero_()
-    twin.grad = None
-    step(x).float().pow(2).sum().backward()
-    linear64(x, twin).float().pow(2).sum().backward()
-    close_main_grad(model.weight, reduced(twin.grad))
+    for zero in (model.weight.main_grad.zero_, model.zero_grad):
+        zero()
+        twin.grad = None
+        step(x).float().pow(2).sum().backward()
+        linear64(x, twin).float().pow(2).sum().backward()
+        close_main_grad(model.weight, reduced(twin.grad))
 
 
 CASES: list[Callable[[int], None]] = [attached_later, replaced, retyped, taken_away, grad_of_the_user, megatron]
