@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gtp_compile._compat import skip_frame
@@ -182,8 +182,11 @@ class Gathered:
         return total
 
 
-class GatheredWeight(Tensor):
-    """A whole weight, or a view of one, whose products leave their weight gradient in `gathered`."""
+class GatheredWeight(nn.Parameter):
+    """A whole weight, or a view of one, whose products leave their weight gradient in `gathered`.
+
+    An `nn.Parameter` by class only: compiled functions take no other subclass that a graph doesn't know.
+    """
 
     gathered: Gathered
 
@@ -205,6 +208,8 @@ def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
     source = next((a for a in args if isinstance(a, GatheredWeight)), None)
+    if func is _DATA:  # asked by torch for the tensor below a parameter
+        return result
     return result if source is None else _followed(result, source)
 
 
@@ -236,6 +241,7 @@ def _product(x: Any, weight: Any, bias: Any, is_transposed: bool) -> Any:
     return _Product.apply(*plain, weight.gathered, gathered_bias, is_transposed)
 
 
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _PRODUCTS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
@@ -259,7 +265,8 @@ class _Product(torch.autograd.Function):
         is_transposed: bool,
     ) -> Tensor:
         y = x @ weight if is_transposed else F.linear(x, weight, bias)
-        ctx.places = gathered.slice_of(weight), gathered_bias and gathered_bias.slice_of(bias)
+        ctx.place = gathered.slice_of(weight)
+        ctx.bias_place = None if gathered_bias is None or bias is None else gathered_bias.slice_of(bias)
         ctx.gathered, ctx.gathered_bias, ctx.is_transposed, ctx.x_dtype = (
             gathered,
             gathered_bias,
@@ -277,10 +284,10 @@ class _Product(torch.autograd.Function):
         rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         out_in = (rows, dy_rows) if ctx.is_transposed else (dy_rows, rows)
         if ctx.gathered.leaf.requires_grad:
-            ctx.gathered.add(ctx.places[0], dense_wgrad(*out_in, out_dtype=ctx.gathered.dtype))
+            ctx.gathered.add(ctx.place, dense_wgrad(*out_in, out_dtype=ctx.gathered.dtype))
         db = None
         if ctx.gathered_bias is not None:
-            ctx.gathered_bias.add(ctx.places[1], dy_rows.sum(0, dtype=ctx.gathered_bias.dtype))
+            ctx.gathered_bias.add(ctx.bias_place, dy_rows.sum(0, dtype=ctx.gathered_bias.dtype))
         elif ctx.needs_input_grad[2]:
             db = dy_rows.sum(0).to(ctx.bias_dtype)
         dx = None
@@ -318,10 +325,12 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, *tied: Tensor) -> Tensor:
         # None ends at a weight; what a compiled graph returned wants a gradient.
+        ctx.save_for_backward(output.new_empty(0))  # where all is checkpointed: have it repeated, whatever is in it
         ctx.zeros = [None if isinstance(t, GatheredWeight) else (t.shape, t.dtype, t.device) for t in tied]
         return output.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
         zeros = [z and torch.zeros(z[0], dtype=z[1], device=z[2]) for z in ctx.zeros]
         return grad, *zeros

@@ -28,8 +28,9 @@ class Row:
         layout: e.g. "Shard(1) over 2 ranks".
         kind: "gemm", "reduction" (norms, biases, embeddings), or "eager" (in no compiled graph that trains).
         matched: whether all of the gradient was traced to its GEMMs or reductions.
-        form: how the model wrote what computes the gradient: one of `passes/gemm_forms.py`, "reduce" or "scatter".
         reason: why not ("" if matched).
+        form: how the model wrote what computes the gradient: one of `passes/gemm_forms.py`, "reduce", "scatter", or
+            "hooked" (another tool's weight).
         gemm_dtype, scratch_dtype, wire_dtype, sum_dtype, main_grad_dtype: the chain, e.g. "float32"; None where there
             is no such hop.
         wire_bytes, wire_formula: what each rank sends for the reduction, per use of the graph.
@@ -41,8 +42,8 @@ class Row:
     layout: str
     kind: str
     matched: bool
-    form: str
     reason: str
+    form: str = ""
     gemm_dtype: str | None = None
     scratch_dtype: str | None = None
     wire_dtype: str | None = None
@@ -102,7 +103,8 @@ def _hooked(names: list[str], members: list[nn.Parameter], compute_dtype: torch.
     owner = type(leader).__name__
     return Row(
         names, names[0], f"{owner}'s own", "gemm", True, f"reduced by finalize_group_grads of {owner}",
-        gemm_dtype=dtype, scratch_dtype=dtype, main_grad_dtype=None if main_grad is None else _dtype_of(main_grad),
+        form="hooked", gemm_dtype=dtype, scratch_dtype=dtype,
+        main_grad_dtype=None if main_grad is None else _dtype_of(main_grad),
     )  # fmt: skip
 
 
