@@ -58,6 +58,8 @@ def check_metadata(gm: fx.GraphModule) -> None:
         want = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
         if not want or want[0].__class__.__name__ != "FakeTensor":
             continue
+        if any("val" not in a.meta for a in node.all_input_nodes):  # torch's own (2.14: random state of a checkpoint)
+            continue
         with want[0].fake_mode:  # type: ignore[attr-defined]
             result: Any = node.target(*values(node.args), **values(node.kwargs))
         got = [v for v in tree_leaves(result) if isinstance(v, torch.Tensor)]
