@@ -49,11 +49,13 @@ class Session:
         record: put `gtp::record` into the graphs; `programs` gets the chains (see `passes.record_operands`).
         dry: run the graphs without communicating (see `dry_run`).
         keep_joint: keep a copy of each joint graph as captured.
+        keep_text: keep the text of each graph around every pass, and check each node's metadata behind it.
     """
 
     record: bool = False
     dry: bool = False
     keep_joint: bool = False
+    keep_text: bool = True
     graphs: list[CapturedGraph] = field(default_factory=list)
     programs: list[fx.Graph] = field(default_factory=list)
 
