@@ -56,7 +56,6 @@ SIZES = {
     "shared_experts_intermediate_size": 40,
     "shared_intermediate_size": 40,
     "router_hidden_size": 16,
-    "num_hidden_layers": 2,
     "encoder_layers": 1,
     "depth": 1,
     "num_experts": 4,
@@ -166,7 +165,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
     "hy_v4_vl": {"text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                                  "mrope_section": [2, 1, 1]}},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "ernie4_5_moe": {"num_hidden_layers": 2},
+    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "mistral4": {"head_dim": 16},
     "mistral_large4": {"text_config.kv_source_layers": None},
@@ -181,7 +181,7 @@ _ENTRIES = ("ForCausalLM$", "ThinkerForConditionalGeneration$", "ForConditionalG
             "ForTokenClassification$")  # fmt: skip
 
 # A fixed choice for `make test`: routers, expert layouts and attentions that differ.
-IN_MAKE_TEST = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "jamba", "phimoe")
+IN_MAKE_TEST = ("deepseek_v3", "gpt_oss", "granitemoe", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen3_moe")
 
 
 def families() -> list[str]:
@@ -227,22 +227,22 @@ def tiny(config_class: Any, overrides: dict[str, Any] | None = None) -> Any:
         if isinstance(known.get(name), int) and of in values:
             grouped = known[name] < known[of]
             values[name] = min(known[name], values[of] // 2 if grouped else values[of])
-    values |= _one_layer_of_each_kind(default)
-    values |= {k: v for k, v in (overrides or {}).items() if "." not in k}
-    return config_class(**values)
+    overrides = {k: v for k, v in (overrides or {}).items() if "." not in k}
+    known = vars(default) | values | overrides
+    dense = known.get("first_k_dense_replace") or known.get("num_dense_layers") or 0
+    return config_class(**values | _one_layer_of_each_kind(default, 1 + dense) | overrides)
 
 
-def _one_layer_of_each_kind(default: Any) -> dict[str, Any]:
-    """Lists with an entry per layer, cut to the first layer of each kind (two layers at least)."""
-    count = getattr(default, "num_hidden_layers", None)
+def _one_layer_of_each_kind(default: Any, least: int) -> dict[str, Any]:
+    """Lists with an entry per layer, cut to the first layer of each kind; at least so many layers."""
+    count = vars(default).get("num_hidden_layers", 0)
     lists = {k: v for k, v in vars(default).items() if isinstance(v, list | tuple) and len(v) == count}
     lists.pop("kv_source_layers", None)  # numbers of layers
-    if not lists or not count:
-        return {}
+    if not lists:
+        return {"num_hidden_layers": least} if count else {}
     kinds = [tuple(map(str, kind)) for kind in zip(*lists.values(), strict=True)]
     chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
-    if len(chosen) < 2:
-        chosen = [0, *[i for i in range(1, count)][: 2 - len(chosen)]]
+    chosen += [i for i in range(count) if i not in chosen][: max(0, least - len(chosen))]
     return {name: [v[i] for i in chosen] for name, v in lists.items()} | {"num_hidden_layers": len(chosen)}
 
 
@@ -303,6 +303,7 @@ class Outcome:
         loss, grad: the worst relative errors against the twin, and `where` the gradient's is.
         wrong: the gradients that are further off than rounding explains.
         groups, unmatched: how many GEMM weight groups, and the names and reasons of those that no pass knows.
+        experts: the kinds under which the experts' stacked weights are reported.
         uncaptured: weights with a gradient that are in no compiled graph.
         breaks: the reasons for the graph breaks, each as often as it happened.
         bf16: the worst error of `gtp_compile.verify` with `param_dtype=torch.bfloat16`; None: not run.
@@ -315,6 +316,7 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     groups: int = 0
     unmatched: dict[str, str] = field(default_factory=dict)
+    experts: list[str] = field(default_factory=list)
     uncaptured: list[str] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     bf16: float | None = None
@@ -350,6 +352,8 @@ def train(rank: int, family: str, experts: str, inner: str, steps: int = 2, bf16
             optimizer.step()
     groups, others = split_rows(rows_of(session, leaves_of(model)))
     outcome.groups, outcome.unmatched = len(groups), _unmatched(groups)
+    stacked = {p.leaf.fqn for p in model.parameters() if p.ndim == 3}
+    outcome.experts = sorted({row.kind for row in (*groups, *others) if row.leader in stacked})
     for twin in twins[:1]:
         with_grad = {n for n, p in twin.named_parameters() if p.grad is not None}
         outcome.uncaptured = [r.leader for r in others if r.kind == "eager" and r.leader in with_grad]

@@ -2,14 +2,14 @@
 
 They differ in router, experts and attention:
 
-    qwen3_moe     softmax, top-k; gate and up in one weight [E, 2N, K]
-    gpt_oss       interleaved gate and up, transposed [E, K, 2N], a bias per expert, attention sinks
-    deepseek_v3   sigmoid, groups of experts, a shared expert, dense first layer; latent attention
-    phimoe        sparsemixer router, LayerNorm with bias
-    jamba         Mamba layers, experts in every second layer
+    deepseek_v3   sigmoid router with groups and a bias, a shared expert, a dense first layer, latent attention
+    gpt_oss       router with bias, interleaved gate and up, transposed [E, K, 2N], a bias per expert, attention sinks
+    granitemoe    softmax over the chosen experts only, scaled residuals
+    mixtral       the plain case: softmax, [E, 2N, K]
     nemotron_h    experts without a gate, Mamba-2, one part per layer
-    dots1         a bias of the router's scores, per-head norms
-    llama-like    mixtral: the plain case
+    olmoe         norms over all heads of queries and keys, router weights not normalised
+    phimoe        sparsemixer router, LayerNorm with bias
+    qwen3_moe     router weights normalised, norms per head
 """
 
 import pytest
