@@ -303,7 +303,7 @@ class Outcome:
         loss, grad: the worst relative errors against the twin, and `where` the gradient's is.
         wrong: the gradients that are further off than rounding explains.
         groups, unmatched: how many GEMM weight groups, and the names and reasons of those that no pass knows.
-        experts: the kinds under which the experts' stacked weights are reported.
+        stacked: the kinds under which the experts' stacked weights are reported.
         uncaptured: weights with a gradient that are in no compiled graph.
         breaks: the reasons for the graph breaks, each as often as it happened.
         bf16: the worst error of `gtp_compile.verify` with `param_dtype=torch.bfloat16`; None: not run.
@@ -316,7 +316,7 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     groups: int = 0
     unmatched: dict[str, str] = field(default_factory=dict)
-    experts: list[str] = field(default_factory=list)
+    stacked: list[str] = field(default_factory=list)
     uncaptured: list[str] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     bf16: float | None = None
@@ -353,7 +353,7 @@ def train(rank: int, family: str, experts: str, inner: str, steps: int = 2, bf16
     groups, others = split_rows(rows_of(session, leaves_of(model)))
     outcome.groups, outcome.unmatched = len(groups), _unmatched(groups)
     stacked = {p.leaf.fqn for p in model.parameters() if p.ndim == 3}
-    outcome.experts = sorted({row.kind for row in (*groups, *others) if row.leader in stacked})
+    outcome.stacked = sorted({row.kind for row in (*groups, *others) if row.leader in stacked})
     for twin in twins[:1]:
         with_grad = {n for n, p in twin.named_parameters() if p.grad is not None}
         outcome.uncaptured = [r.leader for r in others if r.kind == "eager" and r.leader in with_grad]

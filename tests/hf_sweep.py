@@ -133,7 +133,7 @@ def markdown(rows: list[dict[str, Any]], date: str, command: str) -> str:
         if "groups" in r:
             unmatched = r["bf16_unmatched"] or r["unmatched"]
             cells = [
-                f"{r['groups'] - len(unmatched)} of {r['groups']}", ", ".join(r.get("experts", ())) or "-",
+                f"{r['groups'] - len(unmatched)} of {r['groups']}", ", ".join(r.get("stacked", ())) or "-",
                 len(r["uncaptured"]), len(r["breaks"]), f"{r['loss']:.0e}", f"{r['grad']:.0e}", _number(r["bf16"]),
                 f"{r['seconds']:.0f}",
             ]  # fmt: skip
