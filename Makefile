@@ -8,17 +8,19 @@ MATRIX ?= 2.11 2.13 2.14
 # More arguments, for example: make demo DEMO_ARGS="--steps 60 --json demo.json"; make test TEST_ARGS="-k weights -x"
 DEMO_ARGS ?=
 TEST_ARGS ?=
+SWEEP_ARGS ?= --bf16 --markdown benchmarks/HF_FAMILIES.md
 
 INSTALLED := $(VENV)/.gtp-compile-installed
 BUILT := build/typecheck
 
-.PHONY: help venv demo test test-matrix lint format clean
+.PHONY: help venv demo test test-matrix sweep lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train a small Qwen3-MoE on RANKS=2 processes and show the gradients' errors"
 	@echo "make test    run the tests that need no GPU"
 	@echo "make test-matrix    the same on torch $(MATRIX), each in a .venv-VERSION of its own"
+	@echo "make sweep   train every Hugging Face family with experts on two ranks, beside a plain twin (half an hour)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the files"
 	@echo "make venv    create $(VENV) only; the targets above do it by themselves"
@@ -48,6 +50,10 @@ test-matrix:
 		echo "== torch $$version"; \
 		$(MAKE) --no-print-directory test VENV=.venv-$$version CONSTRAINTS=build/constraints-$$version.txt || exit 1; \
 	done
+
+# Not part of the tests, which take eight of the families.
+sweep: $(INSTALLED)
+	$(VENV)/bin/python tests/hf_sweep.py $(SWEEP_ARGS)
 
 # mypy runs inside the built tree, so that it finds gtp_compile.passes and gtp_compile.kernels where an install puts them.
 lint: $(INSTALLED)

@@ -81,7 +81,8 @@ class GtpPartitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         session = current_session()
         num_fwd_outputs = kwargs["num_fwd_outputs"]
-        graph_log = GraphLog(self.graph_name, self.options.debug_dir, keep_text=session is not None)
+        keep_text = session is not None and session.keep_text
+        graph_log = GraphLog(self.graph_name, self.options.debug_dir, keep_text=keep_text)
         captured = CapturedGraph(graph_log, num_fwd_outputs=num_fwd_outputs)
         if session is not None:
             session.graphs.append(captured)
@@ -128,7 +129,8 @@ class GtpPartitioner(CustomPartitionerFn):
 def lower_inference(gm: fx.GraphModule, options: GtpOptions, graph_name: str) -> None:
     """Lower the anchors of a graph that is never partitioned (`torch.no_grad`), in place."""
     session = current_session()
-    graph_log = GraphLog(graph_name, options.debug_dir, keep_text=session is not None)
+    keep_text = session is not None and session.keep_text
+    graph_log = GraphLog(graph_name, options.debug_dir, keep_text=keep_text)
     if session is not None:
         session.graphs.append(CapturedGraph(graph_log))
     graph_log.captured("inference", graph_text(gm) if graph_log.wants_text else "")

@@ -54,12 +54,14 @@ class Session:
         dry: run the graphs without communicating (see `dry_run`).
         keep_joint: keep a copy of each joint graph as captured.
         names: the names of parameters that are not ours, by `id`.
+        keep_text: keep the text of each graph around every pass, and check each node's metadata behind it.
     """
 
     record: bool = False
     dry: bool = False
     keep_joint: bool = False
     names: dict[int, str] = field(default_factory=dict)
+    keep_text: bool = True
     graphs: list[CapturedGraph] = field(default_factory=list)
     programs: list[fx.Graph] = field(default_factory=list)
 
