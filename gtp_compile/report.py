@@ -143,7 +143,7 @@ def _unseen(leaf: ComputeLeaf) -> Row:
     )
     main_grad = leaf.main_grad
     return Row(
-        [leaf.fqn], leaf.fqn, _layout(leaf.mesh_layout), "eager", not leaf.requires_grad, "", reason,
+        [leaf.fqn], leaf.fqn, _layout(leaf.mesh_layout), "eager", not leaf.requires_grad, reason,
         main_grad_dtype=None if main_grad is None else _dtype_of(main_grad),
     )  # fmt: skip
 

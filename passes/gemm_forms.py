@@ -5,6 +5,7 @@
     bmm         bmm(dy^T, x)                              experts with equally many rows            [E, N, K]
     batch_sum   sum(bmm(dy^T, x), batch)                  a weight that is broadcast over a batch   [N, K]
     picked      index_put(0, ids, bmm(dy^T, x), add)      a weight picked for each row              [E, N, K]
+    fallback    transformers::grouped_mm_fallback_backward   Hugging Face's loop over experts      [E, K, N]
     gtp         gtp::dense_wgrad, gtp::grouped_wgrad      our own
 
 A finder says what the GEMM reads and how the same result is computed in another dtype, from those operands alone. It
@@ -13,6 +14,7 @@ nothing, and the gradient is followed, or refused, node by node. `FORMS` at the 
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,6 +141,26 @@ def find_grouped_mm(node: fx.Node) -> Gemm | None:
     return Gemm(
         node, [a, b, offs], lambda emit, dtype: emit(gtp.grouped_wgrad.default, _swapped(emit, a), b, offs, dtype)
     )
+
+
+def find_fallback(node: fx.Node) -> Gemm | None:
+    """The second result of the op that Hugging Face puts for `_grouped_mm` where that takes no other dtype than bf16.
+
+    Known by name: transformers may not be installed. Its first result, the input gradient, stays the op's.
+    """
+    source, index = _args(node)
+    name = getattr(getattr(source.target, "_schema", None), "name", "")
+    if index != 1 or name != "transformers::grouped_mm_fallback_backward":
+        return None
+    x, _, offs, dy = _args(source)
+
+    def write(emit: Emit, dtype: torch.dtype) -> Any:
+        ends = offs
+        if offs.meta["val"].dtype != torch.int32:
+            ends = emit(prims.convert_element_type.default, offs, torch.int32)
+        return emit(gtp.grouped_wgrad.default, x, dy, ends, dtype)
+
+    return Gemm(node, [x, dy, offs], write)
 
 
 def find_own(node: fx.Node) -> Gemm | None:
@@ -418,6 +440,7 @@ FORMS: tuple[Form, ...] = (
     Form("gtp", find_own, OWN_GEMMS),
     Form("mm", find_mm, (aten.mm.default, aten.mul.Tensor)),
     Form("grouped_mm", find_grouped_mm, (aten._grouped_mm.default,), is_fused=True),
+    Form("fallback", find_fallback, (operator.getitem,)),
     Form("bmm", find_bmm, (aten.bmm.default, aten.mul.Tensor)),
     Form("batch_sum", find_batch_sum, (aten.sum.dim_IntList,), is_fused=True),
     Form(

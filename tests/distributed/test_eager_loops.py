@@ -169,6 +169,9 @@ def forward64(model: Any, w: dict[str, Tensor], x: Tensor, chosen: Tensor) -> Te
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "eager"])
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("experts", [Loop, Transposed, Checkpointed])
+@pytest.mark.works(
+    "a Python loop over the experts that a batch hits", "float32 wgrad and sum; one gather, one reduction; one warning"
+)
 def test_gradients_and_collectives_do_not_depend_on_what_is_hit(experts, choice, is_compiled):
     for told in run_ranks(looped, 2, experts, CHOICES[choice], is_compiled, True):
         assert len(told) == 1 and 'experts_implementation="grouped_mm"' in told[0], told
@@ -258,6 +261,7 @@ def handed_over(rank: int) -> None:
         close(param.leaf.fqn, whole(param, param.main_grad), reduced(other.grad), 2e-2)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="Dynamo of torch 2.11 raises a RecursionError")
 def test_slices_handed_to_a_compiled_function():
     run_ranks(handed_over, 2)
 

@@ -109,7 +109,8 @@ def tied(rank: int) -> None:
     expect("one reduction for both uses", len(reductions(seen)), 1)
     want = dy.double().t() @ weight[tokens].double()
     want.index_add_(0, tokens, dy.double() @ weight.double())  # this GEMM's result goes nowhere else: typed, too
-    close_main_grad(model.head.weight, reduced(want, "sum"))
+    # torch 2.11 masks its rows first, which makes them an activation's gradient, rounded as any.
+    close_main_grad(model.head.weight, reduced(want, "sum"), 2.0**-8 if torch.__version__.startswith("2.11") else 1e-6)
 
 
 def test_tied_parameters_are_one_weight():
