@@ -25,8 +25,8 @@ README = Path(__file__).parent.parent / "README.md"
 TESTS = Path(__file__).parent
 # The files whose tests say what works, in the order of the README's table.
 WORKS = (
-    "module_ops", "inits", "checkpoints", "padding", "meshes", "both_forms", "norms", "unsharded", "regional", "eager_loops",
-    "beside",
+    "module_ops", "inits", "checkpoints", "padding", "meshes", "both_forms", "norms", "unsharded", "regional",
+    "eager_loops", "beside",
 )  # fmt: skip
 LAST = "insert_collectives"
 
