@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gtp_compile._compat import skip_frame
+from gtp_compile.grouped_linear import GroupedLinear
 from gtp_compile.kernels import dense_wgrad
 from gtp_compile.parameters import ComputeLeaf
 from gtp_compile.passes.anchors import emit_of, finalize
@@ -36,9 +37,11 @@ __all__ = ["EagerForward", "is_stack", "scoped_forward"]
 log = logging.getLogger(__name__)
 
 
-def is_stack(leaves: dict[str, ComputeLeaf]) -> bool:
-    """Whether a module's weights are read expert by expert: only then may what is read depend on the batch."""
-    return any(leaf.ndim > 2 for leaf in leaves.values())
+def is_stack(module: nn.Module, leaves: dict[str, ComputeLeaf]) -> bool:
+    """Whether a module's weights may be read expert by expert: only then may what is read depend on the batch."""
+    if isinstance(module, nn.modules.conv._ConvNd | GroupedLinear):
+        return False
+    return any(leaf.ndim > 2 and leaf.registered.shape[0] > 1 for leaf in leaves.values())
 
 
 def scoped_forward(original: Callable[..., Any]) -> Callable[..., Any]:

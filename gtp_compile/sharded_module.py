@@ -57,7 +57,7 @@ def take_over(module: nn.Module, tree: Tree, is_root: bool) -> None:
     module.__dict__["_gtp_tree"] = tree
     leaves = leaves_in(module)
     if leaves or is_root or hasattr(type(module), "save_pretrained"):
-        may_loop = is_stack(leaves) and not isinstance(module, GroupedLinear)
+        may_loop = is_stack(module, leaves)
         module.__class__ = _sharded_class(type(module), tuple(leaves), may_loop)  # type: ignore[arg-type]
         _refresh(module)
 

@@ -283,6 +283,19 @@ def test_autocast():
     run_ranks(autocast, 2)
 
 
+def convolved(rank: int) -> list[str]:
+    """A convolution's weight has three dims, too, but no experts: nothing is said."""
+    model = sharded(nn.Conv1d(4, 6, 3), shard_fn=None, param_dtype=FP32)
+    with Warned() as texts:
+        loss(model(torch.ones(2, 4, 8))).backward()
+    expect("a gradient", bool(model.weight.main_grad.any()), True)
+    return texts
+
+
+def test_a_convolution_is_no_stack():
+    assert run_ranks(convolved, 2) == [[], []]
+
+
 def copied(rank: int) -> None:
     """The scope of a forward is no part of what is copied or saved."""
     model = sharded(Block(Loop), shard_fn=None)
