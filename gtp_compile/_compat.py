@@ -38,6 +38,7 @@ __all__ = [
     "fake_store",
     "fresh_compilation",
     "is_asked_for",
+    "is_fake",
     "is_first_rank",
     "is_inductor_option",
     "list_mode_options",
@@ -117,6 +118,11 @@ def named_group(name: str) -> dist.ProcessGroup:
     """The process group of a name, as functional collectives find it."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     return resolve(name)
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether a group's collectives do nothing."""
+    return bool(dist.get_backend(group) == "fake")
 
 
 def fake_store() -> Any:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 if TYPE_CHECKING:
     from gtp_compile.parameters import ComputeLeaf, ShardedParameter
 
-__all__ = ["alias", "collect", "deliver", "fold", "like", "local_of", "prepare_accumulation"]
+__all__ = ["alias", "collect", "deliver", "fold", "grad_part", "like", "local_of", "prepare_accumulation"]
 
 
 def prepare_accumulation(leaf: ComputeLeaf) -> None:
@@ -32,13 +32,13 @@ def prepare_accumulation(leaf: ComputeLeaf) -> None:
     if leaf._aliased is not main_grad:
         known = [t.data_ptr() for t in (leaf._aliased, main_grad) if t is not None]
         if param.grad is not None and local_of(param.grad).data_ptr() not in known:
-            main_grad.add_(_grad_part(param))  # it came to the parameter itself, past the graphs
+            main_grad.add_(grad_part(param))  # it came to the parameter itself, past the graphs
         alias(leaf, main_grad)
     elif param.grad is None:
         main_grad.zero_()
         alias(leaf, main_grad)
     elif local_of(param.grad).data_ptr() != main_grad.data_ptr():
-        main_grad.copy_(_grad_part(param))
+        main_grad.copy_(grad_part(param))
         alias(leaf, main_grad)
 
 
@@ -55,7 +55,7 @@ def local_of(t: Tensor) -> Tensor:
     return part
 
 
-def _grad_part(param: Any) -> Tensor:
+def grad_part(param: Any) -> Tensor:
     """This rank's part of `.grad`, which DTensor's own operators may have placed otherwise than the parameter."""
     grad = param.grad
     if isinstance(grad, DTensor) and tuple(grad.placements) != tuple(param.placements):
@@ -77,7 +77,7 @@ def fold(param: Any) -> None:
     """
     main_grad = param.leaf.main_grad
     if main_grad is not None and main_grad.dtype != param.dtype and param.grad is not None:
-        main_grad.add_(_grad_part(param))
+        main_grad.add_(grad_part(param))
         param.grad = None
 
 
@@ -105,4 +105,4 @@ def deliver(leaf: ComputeLeaf, reduced: Tensor) -> None:
     elif param.grad is None:
         param.grad = like(param, reduced.to(param.dtype))
     else:
-        param.grad = like(param, _grad_part(param).add_(reduced))
+        param.grad = like(param, grad_part(param).add_(reduced))

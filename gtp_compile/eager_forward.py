@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from gtp_compile._compat import skip_frame
+from gtp_compile._compat import DisableTorchFunctionSubclass, skip_frame
 from gtp_compile.grouped_linear import GroupedLinear
 from gtp_compile.kernels import dense_wgrad
 from gtp_compile.parameters import ComputeLeaf
@@ -155,10 +155,6 @@ class Gathered:
         self.dtype = dtype
         self.address = 0
         self._total: Tensor | None = None
-        self._shape: torch.Size | None = None
-
-    def holds(self, full: Tensor) -> None:
-        self.address, self._shape = full.data_ptr(), full.shape
 
     def slice_of(self, weight: Tensor) -> tuple[list[int], tuple[int, ...], int]:
         """Size, stride and offset by which `weight` lies in the whole one."""
@@ -167,8 +163,7 @@ class Gathered:
 
     def add(self, place: tuple[list[int], tuple[int, ...], int], wgrad: Tensor) -> None:
         if self._total is None:
-            assert self._shape is not None
-            self._total = torch.zeros(self._shape, dtype=self.dtype, device=wgrad.device)
+            self._total = self._zeros()
         self._total.as_strided(*place).add_(wgrad)
 
     def take(self, grad: Tensor | None) -> Tensor:
@@ -179,10 +174,10 @@ class Gathered:
             return total.add_(grad if grad.dtype == self.dtype else torch.ops.gtp.widen(grad, self.leaf, self.dtype))
         if grad is not None:
             return grad
-        if total is None:
-            assert self._shape is not None
-            total = torch.zeros(self._shape, dtype=self.dtype, device=self.leaf.device)
-        return total
+        return self._zeros() if total is None else total
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.leaf.registered.shape, dtype=self.dtype, device=self.leaf.device)
 
 
 class GatheredWeight(nn.Parameter):
@@ -197,7 +192,7 @@ class GatheredWeight(nn.Parameter):
     @skip_frame
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():  # a compiled function that gets a weight
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _apply(func, args, kwargs or {})
 
@@ -208,11 +203,11 @@ def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _PRODUCTS[func](*args, **kwargs)
         if result is not NotImplemented:
             return result
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-    source = next((a for a in args if isinstance(a, GatheredWeight)), None)
     if func is _DATA:  # asked by torch for the tensor below a parameter
         return result
+    source = next((a for a in args if isinstance(a, GatheredWeight)), None)
     return result if source is None else _followed(result, source)
 
 
@@ -310,7 +305,7 @@ class _Gather(torch.autograd.Function):
         # Memory of its own, contiguous: slices are known by their addresses.
         if full.data_ptr() == leaf.data_ptr() or not full.is_contiguous():
             full = full.clone(memory_format=torch.contiguous_format)
-        gathered.holds(full)
+        gathered.address = full.data_ptr()
         return full
 
     @staticmethod

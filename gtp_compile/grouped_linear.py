@@ -110,9 +110,7 @@ class GroupedLinear(nn.Module):
             `[R, out_features]` in x's dtype.
         """
         offs = self._offsets(x, m_splits)
-        autocast = torch.is_autocast_enabled(x.device.type)  # as torch's own linear does it
-        if autocast:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x, autocast = _autocast(x)
         members = self._hooked_members()
         if members:
             y = hooked_linear(x, members, offs, self.out_features, cast=autocast)
@@ -202,14 +200,18 @@ class Linear(nn.Linear):
             raise ValueError("bias: bears the distributed-weight protocol, but biases are read whole; keep it plain")
         if not is_distributed_weight(weight):
             return nn.functional.linear(input, weight, bias)
-        x = input.reshape(-1, self.in_features)
-        autocast = torch.is_autocast_enabled(x.device.type)
-        if autocast:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x, autocast = _autocast(input.reshape(-1, self.in_features))
         y = hooked_linear(x, [weight], None, self.out_features, cast=autocast)
         if bias is not None:
             y = y + bias.to(y.dtype)
         return y.reshape(*input.shape[:-1], self.out_features)
+
+
+def _autocast(x: Tensor) -> tuple[Tensor, bool]:
+    """`x` as torch's own linear takes it under autocast, and whether autocast is on."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, False
+    return x.to(torch.get_autocast_dtype(x.device.type)), True
 
 
 def _refuse_options(fuse_wgrad_accumulation: bool, accumulate_into_main_grad: bool, delay_wgrad_compute: bool) -> None:

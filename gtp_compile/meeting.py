@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gtp_compile._compat import default_store
+from gtp_compile._compat import default_store, is_fake
+from gtp_compile.running import running_forwards
 
-__all__ = ["Meeting", "is_forward"]
+__all__ = ["Meeting"]
 
 
 class Meeting:
@@ -41,18 +39,18 @@ class Meeting:
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Meeting | None:
         """That of a mesh's ranks, the same one for all their models; None where there is nobody to meet."""
-        if mesh.size() == 1 or dist.get_backend(mesh.get_group(0)) == "fake":
+        if mesh.size() == 1 or is_fake(mesh.get_group(0)):
             return None
         return _meeting(tuple(sorted(mesh.mesh.flatten().tolist())))
 
     def wait_once(self, fqn: str) -> None:
         """`wait`, but once for all weights below one outermost `forward` of a sharded model."""
-        frame = _outermost_forward()
-        if frame is None:
+        *_, outermost = [None, *running_forwards()]
+        if outermost is None:
             self.wait(fqn)
-        elif _MET not in frame.f_locals:
+        elif _MET not in outermost.f_locals:
             self.wait(fqn)
-            frame.f_locals[_MET] = True  # lives as long as the call does
+            outermost.f_locals[_MET] = True  # lives as long as the call does
 
     def wait(self, fqn: str, what: str = "a forward without gradients") -> None:
         """Return when all ranks are here, for the same weight.
@@ -86,28 +84,6 @@ class Meeting:
 
 
 _MET = "<gtp_compile: the ranks have met>"
-
-
-def _outermost_forward() -> FrameType | None:
-    """The outermost caller that is the `forward` of a module of a sharded model."""
-    found, frame = None, sys._getframe(1)
-    while frame is not None:
-        if is_forward(frame):
-            found = frame
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
-
-
-def is_forward(frame: FrameType, tree: Any = None) -> bool:
-    """Whether a frame is the `forward` of a module of a sharded model (of `tree`, if given), or its rest behind a
-    graph break.
-    """
-    name = frame.f_code.co_name
-    if not (name == "forward" or name.startswith("torch_dynamo_resume_in_forward")) or not frame.f_code.co_argcount:
-        return False
-    first = frame.f_locals.get(frame.f_code.co_varnames[0])
-    found = first.__dict__.get("_gtp_tree") if isinstance(first, nn.Module) else None
-    return found is not None and tree in (None, found)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gtp_compile._compat import take_for_foreach
-from gtp_compile.parameters import ShardedParameter, is_narrow, like, local_of
+from gtp_compile.parameters import ShardedParameter, grad_part, is_narrow, like, local_of
 
 __all__ = ["MainGradOptimizer", "watch_optimizers"]
 
@@ -78,7 +78,7 @@ class MainGradOptimizer(Optimizer):
         self.inner.add_param_group(self._over_masters(param_group))
 
     def main_params(self) -> list[Tensor]:
-        """What is trained: masters, and parameters that need none. For `clip_grad_norm_`, after `attach_grads`."""
+        """What is trained, with gradients attached: masters, and parameters that need none."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def attach_grads(self) -> None:
@@ -88,7 +88,7 @@ class MainGradOptimizer(Optimizer):
             if not param.requires_grad:
                 master.grad = None
             elif main_grad is None:  # taken away since: gradients come as `.grad`
-                master.grad = None if param.grad is None else like(param, local_of(param.grad).to(master.dtype))
+                master.grad = None if param.grad is None else like(param, grad_part(param).to(master.dtype))
             elif master.grad is None or local_of(master.grad).data_ptr() != main_grad.data_ptr():
                 master.grad = like(param, main_grad)
 
@@ -101,7 +101,6 @@ class MainGradOptimizer(Optimizer):
 
     def clip_grad_norm_(self, max_norm: float, **kwargs: Any) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over what is trained."""
-        self.attach_grads()
         return torch.nn.utils.clip_grad_norm_(self.main_params(), max_norm, **kwargs)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -154,6 +153,7 @@ def watch_optimizers() -> None:
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     name = type(optimizer).__name__
+    is_stock = type(optimizer).__module__.startswith("torch.optim")
     for param in params:
         replaced = getattr(param, "_gtp_replaced", None)
         if replaced is not None:
@@ -161,7 +161,6 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 f"{replaced}: {name} holds the parameter that gtp_compile.shard replaced; make the optimizer behind "
                 "shard, from model.parameters()"
             )
-        is_stock = type(optimizer).__module__.startswith("torch.optim")
         if is_stock and is_narrow(param) and param.requires_grad and param.grad is None:
             main_grad = param.main_grad
             raise RuntimeError(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from gtp_compile._compat import mark_static
-from gtp_compile.accumulation import alias, collect, deliver, fold, like, local_of, prepare_accumulation
+from gtp_compile.accumulation import alias, collect, deliver, fold, grad_part, like, local_of, prepare_accumulation
 from gtp_compile.meeting import Meeting
 from gtp_compile.passes.anchors import materialize
 from gtp_compile.passes.collective_ops import Layout, emit_reduce, emit_stack
@@ -41,6 +41,7 @@ __all__ = [
     "attach_main_grad",
     "check_conversion",
     "check_main_grad_dtype",
+    "grad_part",
     "is_narrow",
     "like",
     "local_of",

@@ -7,7 +7,6 @@ alike, so that equal layers share compiled graphs. Names in `state_dict` and the
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from gtp_compile._compat import skip_frame
 from gtp_compile.eager_forward import is_stack, scoped_forward
 from gtp_compile.grouped_linear import GroupedLinear
-from gtp_compile.meeting import is_forward
 from gtp_compile.parameters import (
     ComputeLeaf,
     ShardedParameter,
@@ -28,6 +26,7 @@ from gtp_compile.parameters import (
     materialize_leaves,
     renewed,
 )
+from gtp_compile.running import running_forwards
 
 __all__ = ["Tree", "leaves_in", "take_over"]
 
@@ -36,14 +35,8 @@ class Tree:
     """Marks the modules of one sharded model: a `forward` of one of them makes the read of a weight a use."""
 
     def is_running(self) -> bool:
-        """Whether some caller is the `forward` of one of the model's modules.
-
-        A flag set around forward would not do: Dynamo may run a wrapper compiled and the forward in it not.
-        """
-        frame = sys._getframe(2)
-        while frame is not None and not is_forward(frame, self):
-            frame = frame.f_back  # type: ignore[assignment]
-        return frame is not None
+        """Whether some caller is the `forward` of one of the model's modules."""
+        return next(running_forwards(self), None) is not None
 
 
 def leaves_in(module: nn.Module) -> dict[str, ComputeLeaf]:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from gtp_compile._compat import is_fake
 from gtp_compile.grouped_linear import GroupedLinear, Linear
 from gtp_compile.optim import watch_optimizers
 from gtp_compile.parameters import ComputeLeaf, ShardedParameter, check_main_grad_dtype, pair, take_attributes
@@ -91,7 +92,7 @@ def shard(
         TypeError: an argument of the wrong type.
     """
     _check_arguments(mesh, param_dtype, main_grad_dtype, reduce_op, src_data_rank)
-    if dist.get_backend(mesh.get_group(0)) == "fake":
+    if is_fake(mesh.get_group(0)):
         src_data_rank = None  # nothing travels on a fake mesh: what would arrive is memory as it was
     places = list(_places(model))
     placements = [_placement(p, shard_fn or shard_experts, mesh) for p in places]
@@ -340,7 +341,7 @@ def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     mine = {name: _digest(t) for name, t in tensors if not (isinstance(t, DTensor) or is_distributed_weight(t))}
     known = {dist.get_rank(): mine}
     for group in mesh.get_all_groups():  # one mesh dim after the other, so that in the end all know all, and all raise
-        if group.size() > 1 and dist.get_backend(group) != "fake":
+        if group.size() > 1 and not is_fake(group):
             everyone: list[Any] = [None] * group.size()
             dist.all_gather_object(everyone, known, group=group)
             known = {rank: digests for theirs in everyone for rank, digests in theirs.items()}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from gtp_compile._compat import named_group, wrap_init
+from gtp_compile._compat import is_fake, named_group, wrap_init
 
 if TYPE_CHECKING:
     from gtp_compile.parameters import ComputeLeaf
@@ -64,9 +64,9 @@ class WholeValues(_Values):
         full = torch.empty(self.shape, dtype=self.dtype, device=self.leaf.device) if start is None else start
         fill(full)
         self.copy_(full)
-        for name, size in self.leaf.mesh_layout.replica_groups:
+        for name, _ in self.leaf.mesh_layout.replica_groups:
             group = named_group(name)
-            if size > 1 and dist.get_backend(group) != "fake":
+            if not is_fake(group):
                 dist.broadcast(self.leaf.data, group=group, group_src=0)
         return self
 

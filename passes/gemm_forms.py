@@ -24,11 +24,11 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import gtp_compile.kernels  # noqa: F401  (registers the ops)
-from gtp_compile.kernels.checks import FLOAT_DTYPES
 from gtp_compile.passes.base import NOTE
+from gtp_compile.passes.batched_products import Product, product_at, product_behind
 from gtp_compile.passes.emit import Emit, GraphEmit
 from gtp_compile.passes.picked_rows import pick_rows, sort_by_expert, times_rows
-from gtp_compile.passes.view_dims import Dim, Dims, dims_behind, dims_of, is_rearrangement
+from gtp_compile.passes.view_dims import Dim
 
 __all__ = [
     "FORMS",
@@ -49,8 +49,6 @@ gtp = torch.ops.gtp
 prims = torch.ops.prims
 
 OWN_GEMMS = (gtp.dense_wgrad.default, gtp.grouped_wgrad.default)
-
-_CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 
 
 @dataclass(slots=True)
@@ -197,24 +195,9 @@ def is_outer_product(node: fx.Node) -> bool:
 # Batched.
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """`a [B, M, C] @ b [B, C, K]`, seen from a node behind it.
-
-    Attributes:
-        dims: of that node.
-        inside: the nodes from the operands to that node, which is the last one.
-    """
-
-    a: fx.Node
-    b: fx.Node
-    dims: Dims
-    inside: list[fx.Node]
-
-
 def find_bmm(node: fx.Node) -> Gemm | None:
     """`bmm(dy^T, x)`: experts with equally many rows (capacity factor), in whichever einsum it stood."""
-    product = _product_at(node)
+    product = product_at(node)
     if product is None:
         return None
     a, b = product.a, product.b
@@ -228,7 +211,7 @@ def find_bmm(node: fx.Node) -> Gemm | None:
 
 def find_batch_sum(node: fx.Node) -> Gemm | None:
     """`sum(bmm(dy^T, x), batch)`: the summed part of the batch becomes rows of the GEMM."""
-    product = _product_behind(node.args[0])
+    product = product_behind(node.args[0])
     if product is None:
         return None
     summed = _summed(node)
@@ -262,7 +245,7 @@ def find_picked(node: fx.Node) -> Gemm | None:
     The rows are sorted by expert, on the device; the product, a matrix for each of them, never exists.
     """
     scatter = _accumulated(node)
-    product = _product_behind(scatter[2]) if scatter else None
+    product = product_behind(scatter[2]) if scatter else None
     if scatter is None or product is None:
         return None
     base, ids, put = scatter
@@ -282,71 +265,6 @@ def find_picked(node: fx.Node) -> Gemm | None:
     inside = [*product.inside, base]
     likes = [n for n in base.all_input_nodes if n not in inside]
     return Gemm(node, [product.a, product.b, ids, *likes], write, inside)
-
-
-def _product_at(node: Any) -> _Product | None:
-    """A batched GEMM; of single rows also `mul(dy [B, M, 1], x [B, 1, K])`, as Inductor writes it (in float32)."""
-    casts: list[fx.Node] = []
-    if not isinstance(node, fx.Node) or node.op != "call_function":
-        return None
-    if node.target is aten.bmm.default:
-        a, b = _args(node)
-    elif node.target is aten.mul.Tensor and (pair := _outer_pair(node)):
-        a, b = pair
-        if all(_is_widening(t) for t in pair) and len({t.args[0].meta["val"].dtype for t in pair}) == 1:  # type: ignore[union-attr]
-            casts = [a, b]
-            a, b = a.args[0], b.args[0]
-    else:
-        return None
-    dtypes = {t.meta["val"].dtype for t in (a, b)}  # type: ignore[union-attr]
-    if len(dtypes) > 1 or not dtypes.issubset(FLOAT_DTYPES):
-        return None
-    return _Product(a, b, dims_of(node.meta["val"].shape), [*casts, node])  # type: ignore[arg-type]
-
-
-def _outer_pair(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The factors of `[B, M, 1] * [B, 1, K]`, in this order."""
-    for a, b in (node.args, node.args[::-1]):
-        if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
-            return None
-        of_a, of_b = a.meta["val"].shape, b.meta["val"].shape
-        if (
-            len(of_a) == len(of_b) == 3
-            and statically_known_true(of_a[0] == of_b[0])
-            and statically_known_true(of_a[2] == 1)
-            and statically_known_true(of_b[1] == 1)
-            and not statically_known_true(of_a[1] == 1)
-            and not statically_known_true(of_b[2] == 1)
-        ):
-            return a, b
-    return None
-
-
-def _is_widening(node: fx.Node) -> bool:
-    """Whether a node is a cast that loses nothing."""
-    if node.op != "call_function" or node.target not in _CASTS:
-        return False
-    source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
-    return source in FLOAT_DTYPES and torch.promote_types(source, result) == result
-
-
-def _product_behind(node: Any) -> _Product | None:
-    """The batched GEMM behind views and casts, if the views keep batch and matrices apart."""
-    path: list[fx.Node] = []
-    while isinstance(node, fx.Node) and (is_rearrangement(node) or node.target in _CASTS):
-        path.append(node)
-        node = node.args[0]
-    product = _product_at(node)
-    if product is None:
-        return None
-    dims = product.dims
-    for view in reversed(path):
-        if view.target not in _CASTS:
-            behind = dims_behind(dims, view)
-            if behind is None:
-                return None
-            dims = behind
-    return _Product(product.a, product.b, dims, [*product.inside, *reversed(path)])
 
 
 def _summed(node: fx.Node) -> list[int]:
@@ -411,7 +329,7 @@ def _swapped(emit: Emit, x: fx.Node) -> Any:
     return transposed(x) or emit(aten.permute.default, x, [*range(ndim - 2), ndim - 1, ndim - 2])
 
 
-def _sides(emit: Emit, product: _Product, matrix: Sequence[Dim]) -> list[Any]:
+def _sides(emit: Emit, product: Product, matrix: Sequence[Dim]) -> list[Any]:
     """`dy [B, C, M]` and `x [B, C, K]`, the other way round where the result is wanted as `[K, M]`."""
     sides = [_swapped(emit, product.a), product.b]
     return sides[::-1] if matrix and matrix[0].axis == 2 else sides

@@ -35,6 +35,18 @@ class Uneven(nn.Module):
         return y + self.stacked(x, splits).sum(-1, keepdim=True)
 
 
+class Tied(nn.Module):
+    """Embedding and head share one Parameter."""
+
+    def __init__(self, words: int, bias: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(words, FEATURES), nn.Linear(FEATURES, words, bias=bias)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
 class UnevenTwin:
     """The same in float64 weight gradients, unsharded; `masters` are float32, by name."""
 

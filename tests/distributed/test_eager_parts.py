@@ -1,7 +1,5 @@
 """Weights whose GEMMs are in no compiled graph, or in several: nothing is lost, and what is rounded is rounded once."""
 
-import logging
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +17,7 @@ from dist_helpers import (
 )
 from ranks import run_ranks
 from torch import Tensor, nn
+from uneven import Warned
 
 
 class Parts(nn.Module):
@@ -102,24 +101,22 @@ ROUNDED_ONCE = 2.0**-8
 
 
 def trained(rank: int, make: type[nn.Module], fullgraph: bool, in_eager: list[str]) -> list[str]:
-    warned: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warned.append(record.getMessage())
-    logging.getLogger("gtp_compile").addHandler(handler)
-    model, twin = start(make)
-    step = compiled(model, fullgraph=fullgraph)
-    with spy() as seen:
-        for i in range(2):
-            loss(step(tokens(rank, i))).backward()
-    want = gradients(twin, rank, 2)
-    for name, param in model.named_parameters():
-        # What is computed in eager is rounded as the twin's is: then only the order of fp32 sums differs.
-        close_main_grad(param, want[name], 1e-6 if name in in_eager else ROUNDED_ONCE)
-        expect(f"{name}: gradients that arrived outside compiled graphs", param.leaf.eager_uses, 2 * (name in in_eager))
-    expect("dtypes on the wire", {c.dtype for c in reductions(seen)}, {FP32})
-    expect("reductions", len(reductions(seen)), 2 * len(want))
-    no_outstanding_work()
-    logging.getLogger("gtp_compile").removeHandler(handler)
+    with Warned() as warned:
+        model, twin = start(make)
+        step = compiled(model, fullgraph=fullgraph)
+        with spy() as seen:
+            for i in range(2):
+                loss(step(tokens(rank, i))).backward()
+        want = gradients(twin, rank, 2)
+        for name, param in model.named_parameters():
+            # What is computed in eager is rounded as the twin's is: then only the order of fp32 sums differs.
+            close_main_grad(param, want[name], 1e-6 if name in in_eager else ROUNDED_ONCE)
+            expect(
+                f"{name}: gradients that arrived outside compiled graphs", param.leaf.eager_uses, 2 * (name in in_eager)
+            )
+        expect("dtypes on the wire", {c.dtype for c in reductions(seen)}, {FP32})
+        expect("reductions", len(reductions(seen)), 2 * len(want))
+        no_outstanding_work()
     return warned
 
 

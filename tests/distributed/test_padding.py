@@ -24,7 +24,7 @@ from dist_helpers import (
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from uneven import SPLITS, Uneven, along_out, local_rows, loss, rows, start
+from uneven import SPLITS, Tied, Uneven, along_out, local_rows, loss, rows, start
 
 import gtp_compile
 from gtp_compile import GroupedLinear
@@ -197,22 +197,9 @@ def test_grouped_linear(stacked, frozen, leader_only):
     run_ranks(grouped, 4, stacked, frozen, leader_only)
 
 
-class Tied(nn.Module):
-    """Embedding and head of 13 words share one Parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(13, 16)
-        self.head = nn.Linear(16, 13)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens))
-
-
 def tied(rank: int) -> None:
     torch.manual_seed(1)
-    model = Tied()
+    model = Tied(13, bias=True)
     weight, bias = double_leaf(model.head.weight), double_leaf(model.head.bias)
     sharded(model, shard_fn=along_out)
     expect("rows", len(model.head.weight.leaf), local_rows(13, 4, rank))

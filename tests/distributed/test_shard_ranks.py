@@ -20,6 +20,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from uneven import Tied
 
 import gtp_compile
 
@@ -81,22 +82,9 @@ def test_unequal_ranks_are_an_error_without_a_source_rank():
         )
 
 
-class Tied(nn.Module):
-    """Embedding and head share one Parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(32, 16)
-        self.head = nn.Linear(16, 32, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens))
-
-
 def tied(rank: int) -> None:
     torch.manual_seed(1)
-    model = Tied()
+    model = Tied(32)
     weight = model.head.weight.detach().to(BF16)
     sharded(model, shard_fn=lambda f, m, p: Shard(0), reduce_op="sum")
     expect("one parameter", len(list(model.parameters())), 1)

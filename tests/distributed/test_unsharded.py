@@ -13,7 +13,7 @@ from dist_helpers import BF16, FP32, close_main_grad, compiled, expect, spy, wor
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from uneven import along_out, expect_equal, expect_sound, loss, message, rows, start
+from uneven import Tied, along_out, expect_equal, expect_sound, loss, message, rows, start
 
 import gtp_compile
 
@@ -141,18 +141,8 @@ def test_changes_inside_are_refused(how):
         )
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(13, 16), nn.Linear(16, 13, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens))
-
-
 def tied(rank: int) -> None:
-    model = gtp_compile.shard(Tied(), world_mesh(), shard_fn=along_out)
+    model = gtp_compile.shard(Tied(13), world_mesh(), shard_fn=along_out)
     with gtp_compile.unsharded(model):
         expect("tied inside", model.head.weight is model.embedding.weight, True)
     expect("tied behind", model.head.weight is model.embedding.weight, True)

@@ -69,6 +69,8 @@ CASES = (
     Case("no_experts", (), n=6, k=4, tail=5),
 )
 
+RAGGED = Case("ragged_tail", (10, 0, 161, 28, 0, 5), n=24, k=40, tail=19)
+
 
 def case_id(case: Case) -> str:
     return case.name
@@ -76,6 +78,13 @@ def case_id(case: Case) -> str:
 
 def dtype_id(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def operands(case: Case, dtype: torch.dtype, device: str = "cpu", layout: str = "contiguous") -> tuple[Tensor, Tensor]:
+    """dy [R, N] and x [R, K] of a case."""
+    dy = case.matrix(case.n, dtype, device, layout=layout, seed=1)
+    x = case.matrix(case.k, dtype, device, layout=layout, seed=2)
+    return dy, x
 
 
 def with_layout(values: Tensor, layout: str, columns: int) -> Tensor:

@@ -7,6 +7,7 @@ from kernel_testing import (
     FLOAT32_BOUND,
     GPU_MARKS,
     LAYOUTS,
+    RAGGED,
     BadCall,
     Case,
     OpCounter,
@@ -26,8 +27,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from gtp_compile.kernels import grouped_linear
-
-RAGGED = Case("ragged_tail", (10, 0, 161, 28, 0, 5), n=24, k=40, tail=19)
 
 
 def operands(case: Case, dtype: torch.dtype, device: str = "cpu", layout: str = "contiguous") -> tuple[Tensor, Tensor]:

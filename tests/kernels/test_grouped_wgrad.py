@@ -7,6 +7,7 @@ from kernel_testing import (
     FLOAT32_BOUND,
     GPU_MARKS,
     LAYOUTS,
+    RAGGED,
     BadCall,
     Case,
     assert_refused,
@@ -15,6 +16,7 @@ from kernel_testing import (
     dtype_id,
     error_bound,
     no_recompiles,
+    operands,
     poison_allocator,
     relative_error,
     skip_without_memory,
@@ -25,14 +27,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from gtp_compile.kernels import grouped_wgrad
-
-RAGGED = Case("ragged_tail", (10, 0, 161, 28, 0, 5), n=24, k=40, tail=19)
-
-
-def operands(case: Case, dtype: torch.dtype, device: str = "cpu", layout: str = "contiguous") -> tuple[Tensor, Tensor]:
-    dy = case.matrix(case.n, dtype, device, layout=layout, seed=1)
-    x = case.matrix(case.k, dtype, device, layout=layout, seed=2)
-    return dy, x
 
 
 @pytest.mark.parametrize("device", DEVICES)

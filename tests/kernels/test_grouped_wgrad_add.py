@@ -6,6 +6,7 @@ from kernel_testing import (
     DTYPES,
     FLOAT32_BOUND,
     LAYOUTS,
+    RAGGED,
     BadCall,
     Case,
     assert_refused,
@@ -13,6 +14,7 @@ from kernel_testing import (
     count_guards,
     dtype_id,
     no_recompiles,
+    operands,
     relative_error,
     same_bits,
     wgrad_float64,
@@ -22,14 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from gtp_compile.kernels import grouped_wgrad, grouped_wgrad_add_
-
-RAGGED = Case("ragged_tail", (10, 0, 161, 28, 0, 5), n=24, k=40, tail=19)
-
-
-def operands(case: Case, dtype: torch.dtype, device: str = "cpu", layout: str = "contiguous") -> tuple[Tensor, Tensor]:
-    dy = case.matrix(case.n, dtype, device, layout=layout, seed=1)
-    x = case.matrix(case.k, dtype, device, layout=layout, seed=2)
-    return dy, x
 
 
 def old_grads(case: Case, device: str = "cpu") -> Tensor:

@@ -7,6 +7,7 @@ from kernel_testing import (
     DEVICES,
     DTYPES,
     FLOAT32_BOUND,
+    RAGGED,
     Case,
     case_id,
     dtype_id,
@@ -17,8 +18,6 @@ from kernel_testing import (
 from torch import Tensor
 
 from gtp_compile.kernels import dense_wgrad_into, grouped_wgrad_into
-
-RAGGED = Case("ragged_tail", (10, 0, 161, 28, 0, 5), n=24, k=40, tail=19)
 
 
 def operands(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
