@@ -8,7 +8,7 @@ MATRIX ?= 2.11 2.13 2.14
 # More arguments, for example: make demo DEMO_ARGS="--steps 60 --json demo.json"; make test TEST_ARGS="-k weights -x"
 DEMO_ARGS ?=
 TEST_ARGS ?=
-SWEEP_ARGS ?= --bf16 --markdown benchmarks/HF_FAMILIES.md
+SWEEP_ARGS ?= --experts grouped_mm,batched_mm,eager --bf16 --inductor --timeout 900 --json build/sweep.json --markdown benchmarks/HF_FAMILIES.md
 
 INSTALLED := $(VENV)/.gtp-compile-installed
 BUILT := build/typecheck
@@ -20,7 +20,7 @@ help:
 	@echo "make demo    train a small Qwen3-MoE on RANKS=2 processes and show the gradients' errors"
 	@echo "make test    run the tests that need no GPU"
 	@echo "make test-matrix    the same on torch $(MATRIX), each in a .venv-VERSION of its own"
-	@echo "make sweep   train every Hugging Face family with experts on two ranks, beside a plain twin (half an hour)"
+	@echo "make sweep   train every Hugging Face family with experts on two ranks, beside a plain twin (hours)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the files"
 	@echo "make venv    create $(VENV) only; the targets above do it by themselves"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gtp_compile.explaining import explain
     from gtp_compile.grouped_linear import GroupedLinear, Linear
     from gtp_compile.optim import MainGradOptimizer
-    from gtp_compile.sharding import shard
+    from gtp_compile.sharding import shard, shard_experts, shard_large
     from gtp_compile.unsharding import unsharded
     from gtp_compile.verifying import verify
     from gtp_compile.weights import (
@@ -37,6 +37,8 @@ __all__ = [
     "materialize_weight_for_backward",
     "materialize_weight_for_forward",
     "shard",
+    "shard_experts",
+    "shard_large",
     "unsharded",
     "verify",
     "weight_grad_buffers",
@@ -55,6 +57,8 @@ _HOME = {
     "materialize_weight_for_backward": "weights",
     "materialize_weight_for_forward": "weights",
     "shard": "sharding",
+    "shard_experts": "sharding",
+    "shard_large": "sharding",
     "unsharded": "unsharding",
     "verify": "verifying",
     "weight_grad_buffers": "weights",

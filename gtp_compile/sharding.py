@@ -23,17 +23,20 @@ from gtp_compile.passes.collective_ops import REPLICATED, Layout
 from gtp_compile.sharded_module import Tree, leaves_in, take_over
 from gtp_compile.weights import is_distributed_weight
 
-__all__ = ["ShardFn", "leaves_of", "shard", "shard_experts"]
+__all__ = ["ShardFn", "leaves_of", "shard", "shard_experts", "shard_large"]
 
 log = logging.getLogger(__name__)
 
 ShardFn = Callable[[str, nn.Module, nn.Parameter], Placement | Sequence[Placement] | None]
 
+# A bf16 weight of this size takes about as long to gather over NVLink as a collective takes to start.
+LARGE_NUMEL = 2**20
+
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 
 def shard_experts(fqn: str, module: nn.Module, param: nn.Parameter) -> Placement | None:
-    """The default `shard_fn`: expert weights along out_features, everything else replicated.
+    """A `shard_fn`: expert weights along out_features, everything else replicated.
 
     Expert weights are the floating-point parameters of three or more dimensions outside convolutions (stacked
     `[E, N, K]`: dim 1; `[E, K, N]`, where the module says `is_transposed = True` as Hugging Face's do: dim 2), and the
@@ -46,6 +49,18 @@ def shard_experts(fqn: str, module: nn.Module, param: nn.Parameter) -> Placement
     if param.ndim >= 3 and not isinstance(module, _CONVOLUTIONS):
         return Shard(2 if getattr(module, "is_transposed", False) else 1)
     return Replicate()
+
+
+def shard_large(fqn: str, module: nn.Module, param: nn.Parameter, *, min_numel: int = LARGE_NUMEL) -> Placement | None:
+    """The default `shard_fn`: expert weights as `shard_experts` has them, other large weights along their first dim.
+
+    Large is what has two or more dims and at least `min_numel` elements: a smaller weight costs a collective's latency
+    to gather and saves little memory, so it is replicated, as norms and biases are. `functools.partial(shard_large,
+    min_numel=0)` shards all that have two dims.
+    """
+    placement = shard_experts(fqn, module, param)
+    large = param.ndim >= 2 and param.numel() >= min_numel
+    return Shard(0) if large and isinstance(placement, Replicate) else placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +94,7 @@ def shard(
         mesh: a device mesh. On one of several dims a weight is sharded over one of them and replicated over the others.
         shard_fn: `(fqn, module, param) -> Shard(dim) | Replicate() | None`, or a sequence of placements, one per mesh
             dim. A lone `Shard(dim)` means the last mesh dim, as in hybrid-sharded data parallelism. None leaves a
-            parameter plain, so that nothing reduces its gradient. Default: `shard_experts`.
+            parameter plain, so that nothing reduces its gradient. Default: `shard_large`.
         param_dtype: dtype in which weights are gathered and computed with; None: each parameter's own.
         main_grad_dtype: dtype of the accumulators, hence (the dtype rule) of the weight gradients and of their sum
             over ranks. None attaches none.
@@ -95,7 +110,7 @@ def shard(
     if is_fake(mesh.get_group(0)):
         src_data_rank = None  # nothing travels on a fake mesh: what would arrive is memory as it was
     places = list(_places(model))
-    placements = [_placement(p, shard_fn or shard_experts, mesh) for p in places]
+    placements = [_placement(p, shard_fn or shard_large, mesh) for p in places]
     todo = [(p, pl) for p, pl in zip(places, placements, strict=True) if pl is not None]
     _refuse_overlap(places, placements)
     if src_data_rank is None:

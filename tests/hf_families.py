@@ -5,6 +5,7 @@ family's own default configuration: sizes by their names (`SIZES`), lists with o
 kind, and what else a family needs from `OVERRIDES`.
 """
 
+import functools
 import importlib
 import inspect
 import logging
@@ -26,6 +27,7 @@ from gtp_compile.session import Session, watch
 from gtp_compile.sharding import leaves_of
 
 VOCAB, LENGTH, BATCH = 96, 16, 2
+SHARD_ALL = functools.partial(gtp_compile.shard_large, min_numel=0)  # the models are tiny
 
 LOSS_BOUND = 1e-5
 # How far a gradient may be off: what rounding every weight once more does to the twin's, some times over; at least
@@ -335,7 +337,7 @@ def train(rank: int, family: str, experts: str, inner: str, steps: int = 2, bf16
     """
     model = build(family, experts)
     twins = [build(family, experts), _rounded(build(family, experts))] if rank == 0 else []
-    gtp_compile.shard(model, world_mesh())
+    gtp_compile.shard(model, world_mesh(), shard_fn=SHARD_ALL)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, *twins)]
     run = model if inner == "none" else torch.compile(model, backend="gtp", options={"inner": inner})
     outcome, session = Outcome(), Session(keep_text=False)
@@ -409,7 +411,7 @@ def _compare(
 
 
 def _verify_bf16(outcome: Outcome, rank: int, family: str, experts: str, inner: str) -> None:
-    model = gtp_compile.shard(build(family, experts), world_mesh(), param_dtype=torch.bfloat16)
+    model = gtp_compile.shard(build(family, experts), world_mesh(), shard_fn=SHARD_ALL, param_dtype=torch.bfloat16)
     batch = batch_of(family, 0, rank)
     options = {"inner": inner}
     found = gtp_compile.verify(model, lambda output: loss_of(output, batch), options=options)(**batch, use_cache=False)
