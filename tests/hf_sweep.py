@@ -274,6 +274,7 @@ def main() -> int:
         print(line(row), flush=True)
         rows.append(row)
         if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(sorted(rows, key=lambda r: r["family"]), indent=1) + "\n")
 
     sweep(todo, args, on_row)
