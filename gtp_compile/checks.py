@@ -15,7 +15,7 @@ from gtp_compile.passes.emit import values
 from gtp_compile.passes.insert_collectives import GatherNote
 from gtp_compile.passes.order_collectives import is_collective_start
 
-__all__ = ["check_graph", "check_metadata", "check_saved"]
+__all__ = ["check_graph", "check_metadata", "check_saved", "wrong_metadata"]
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _OPERATOR = type(_WAIT)
@@ -46,12 +46,28 @@ def check_graph(gm: fx.GraphModule, given: Collection[fx.Node] = ()) -> None:
                 )
 
 
-def check_metadata(gm: fx.GraphModule) -> None:
-    """Run each node's operator on the fake values of its inputs: dtype and shape must be the recorded ones.
+def check_metadata(gm: fx.GraphModule, given: Collection[fx.Node] = ()) -> None:
+    """Every node's recorded dtype and shape are those that its operator gives.
+
+    Args:
+        gm: the graph behind a pass.
+        given: nodes that were `wrong_metadata` before it.
 
     Raises:
         RuntimeError: the message names the node, what is recorded and what the operator gives.
     """
+    for node, text in wrong_metadata(gm).items():
+        if node not in given:
+            raise RuntimeError(text)
+
+
+def wrong_metadata(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """What the operators of `gm`, run on the fake values of their inputs, give otherwise than recorded, by node.
+
+    Torch's own patterns leave such behind them: 2.11 turns `scatter` of a number into an int64 `where`, and records no
+    new dtype for what reads it.
+    """
+    wrong = {}
     for node in gm.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, _OPERATOR):
             continue
@@ -65,10 +81,11 @@ def check_metadata(gm: fx.GraphModule) -> None:
         got = [v for v in tree_leaves(result) if isinstance(v, torch.Tensor)]
         for w, g in zip(want, got, strict=True):
             if w.dtype != g.dtype or tuple(w.shape) != tuple(g.shape):
-                raise RuntimeError(
+                wrong[node] = (
                     f"{node.format_node()}: meta['val'] says {w.dtype} {tuple(w.shape)}, the operator gives "
                     f"{g.dtype} {tuple(g.shape)}"
                 )
+    return wrong
 
 
 def check_saved(forward: fx.GraphModule, num_fwd_outputs: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from gtp_compile.checks import check_graph, check_metadata
+from gtp_compile.checks import check_graph, check_metadata, wrong_metadata
 from gtp_compile.graph_log import GraphLog, PassRun, count_ops, graph_text
 from gtp_compile.passes.base import Pass, PassContext, outputs_of
 
@@ -26,6 +26,7 @@ def run_passes(gm: fx.GraphModule, passes: Iterable[Pass], ctx: PassContext, log
     for run in passes:
         name = run.__name__
         given = set(gm.graph.nodes)
+        wrong = wrong_metadata(gm) if log.wants_text else {}
         before, ops = graph_text(gm) if log.wants_text else "", count_ops(gm.graph)
         start = time.perf_counter()
         report = run(gm, ctx)
@@ -35,7 +36,7 @@ def run_passes(gm: fx.GraphModule, passes: Iterable[Pass], ctx: PassContext, log
         try:
             check_graph(gm, given)
             if log.wants_text:
-                check_metadata(gm)
+                check_metadata(gm, wrong)
         except RuntimeError as error:
             raise RuntimeError(f"after pass {name}: {error}") from error
         if len(outputs_of(gm.graph)) != outputs:

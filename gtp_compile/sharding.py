@@ -28,6 +28,7 @@ __all__ = ["ShardFn", "leaves_of", "shard", "shard_experts", "shard_large"]
 log = logging.getLogger(__name__)
 
 ShardFn = Callable[[str, nn.Module, nn.Parameter], Placement | Sequence[Placement] | None]
+DtypeFn = Callable[[str, nn.Module, nn.Parameter], torch.dtype | None]
 
 # A bf16 weight of this size takes about as long to gather over NVLink as a collective takes to start.
 LARGE_NUMEL = 2**20
@@ -78,7 +79,7 @@ def shard(
     mesh: DeviceMesh,
     *,
     shard_fn: ShardFn | None = None,
-    param_dtype: torch.dtype | None = None,
+    param_dtype: torch.dtype | DtypeFn | None = None,
     main_grad_dtype: torch.dtype | None = torch.float32,
     reduce_op: str = "avg",
     src_data_rank: int | None = 0,
@@ -95,7 +96,9 @@ def shard(
         shard_fn: `(fqn, module, param) -> Shard(dim) | Replicate() | None`, or a sequence of placements, one per mesh
             dim. A lone `Shard(dim)` means the last mesh dim, as in hybrid-sharded data parallelism. None leaves a
             parameter plain, so that nothing reduces its gradient. Default: `shard_large`.
-        param_dtype: dtype in which weights are gathered and computed with; None: each parameter's own.
+        param_dtype: dtype in which weights are gathered and computed with; None: each parameter's own. Models that keep
+            some weights in float32 need a function `(fqn, module, param) -> dtype or None`. A weight group has its
+            leader's.
         main_grad_dtype: dtype of the accumulators, hence (the dtype rule) of the weight gradients and of their sum
             over ranks. None attaches none.
         reduce_op: "avg" (a loss averaged over each rank's batch) or "sum" (a loss summed over all tokens).
@@ -106,10 +109,12 @@ def shard(
         ValueError: a placement that can't be made; the message names the parameter and the way out.
         TypeError: an argument of the wrong type.
     """
-    _check_arguments(mesh, param_dtype, main_grad_dtype, reduce_op, src_data_rank)
+    dtype_of = param_dtype if callable(param_dtype) else lambda fqn, module, param: param_dtype
+    _check_arguments(mesh, main_grad_dtype, reduce_op, src_data_rank)
     if is_fake(mesh.get_group(0)):
         src_data_rank = None  # nothing travels on a fake mesh: what would arrive is memory as it was
     places = list(_places(model))
+    dtypes = {id(p.param): _compute_dtype(p, dtype_of) for p in places}
     placements = [_placement(p, shard_fn or shard_large, mesh) for p in places]
     todo = [(p, pl) for p, pl in zip(places, placements, strict=True) if pl is not None]
     _refuse_overlap(places, placements)
@@ -129,7 +134,7 @@ def shard(
             shard_rank=rank,
             global_shape=param.shape,
             requires_grad=param.requires_grad,
-            param_dtype=param_dtype or param.dtype,
+            param_dtype=dtypes[id(param)],
             main_grad_dtype=main_grad_dtype,
         )
         take_attributes(made[id(param)], param)
@@ -155,7 +160,6 @@ def leaves_of(model: nn.Module) -> list[ComputeLeaf]:
 
 def _check_arguments(
     mesh: DeviceMesh,
-    param_dtype: torch.dtype | None,
     main_grad_dtype: torch.dtype | None,
     reduce_op: str,
     src_data_rank: int | None,
@@ -164,13 +168,21 @@ def _check_arguments(
         raise TypeError(f"mesh: a DeviceMesh is expected, got {type(mesh).__name__}; see init_device_mesh")
     if reduce_op not in ("avg", "sum"):
         raise ValueError(f"reduce_op: 'avg' or 'sum' is expected, got {reduce_op!r}")
-    for name, dtype in (("param_dtype", param_dtype), ("main_grad_dtype", main_grad_dtype)):
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"{name}: a floating-point dtype is expected, got {dtype}")
     if main_grad_dtype is not None:
+        if not main_grad_dtype.is_floating_point:
+            raise TypeError(f"main_grad_dtype: a floating-point dtype is expected, got {main_grad_dtype}")
         check_main_grad_dtype(main_grad_dtype, "main_grad_dtype")
     if src_data_rank is not None and not 0 <= src_data_rank < mesh.size():
         raise ValueError(f"src_data_rank: a rank of the mesh (0 to {mesh.size() - 1}) is expected, got {src_data_rank}")
+
+
+def _compute_dtype(place: _Place, dtype_of: DtypeFn) -> torch.dtype:
+    dtype = dtype_of(place.fqn, place.module, place.param)
+    if dtype is None:
+        return place.param.dtype
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{place.fqn}: param_dtype: a floating-point dtype is expected, got {dtype}")
+    return dtype
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:

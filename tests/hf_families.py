@@ -178,6 +178,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "unlimited_ocr": {"vision_config.sam_config.downsample_channels": [16, 32]},
 }  # fmt: skip
 
+# What has the weights' dtype in a bf16 model, and is multiplied by its activations.
+BF16_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+
 # The class to train where it is not the first of these.
 _ENTRIES = ("ForCausalLM$", "ThinkerForConditionalGeneration$", "ForConditionalGeneration$", "ForBlockDiffusion$",
             "ForTokenClassification$")  # fmt: skip
@@ -389,12 +392,16 @@ def _compare(
 ) -> None:
     """Gather on all ranks, compare on the twins'."""
     mean = reduced(loss)
-    grads = {name: whole(p, p.main_grad) for name, p in model.named_parameters()}
+    grads = {name: whole(p, p.main_grad) for name, p in model.named_parameters() if p.requires_grad}
     if not twins:
         return
     outcome.loss = max(outcome.loss, error(mean, losses[0]))
     twin, rounded = (
-        {n: torch.zeros_like(p).double() if p.grad is None else p.grad.double() for n, p in t.named_parameters()}
+        {
+            n: torch.zeros_like(p).double() if p.grad is None else p.grad.double()
+            for n, p in t.named_parameters()
+            if p.requires_grad
+        }
         for t in twins
     )
     if set(grads) != set(twin):
@@ -411,7 +418,16 @@ def _compare(
 
 
 def _verify_bf16(outcome: Outcome, rank: int, family: str, experts: str, inner: str) -> None:
-    model = gtp_compile.shard(build(family, experts), world_mesh(), shard_fn=SHARD_ALL, param_dtype=torch.bfloat16)
+    model: Any = build(family, experts)
+    in_float32 = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] in BF16_BUFFERS:
+            buffer.data = buffer.bfloat16()
+
+    def dtype_of(fqn: str, module: nn.Module, param: nn.Parameter) -> torch.dtype:
+        return torch.float32 if any(part in fqn for part in in_float32) else torch.bfloat16
+
+    gtp_compile.shard(model, world_mesh(), shard_fn=SHARD_ALL, param_dtype=dtype_of)
     batch = batch_of(family, 0, rank)
     options = {"inner": inner}
     found = gtp_compile.verify(model, lambda output: loss_of(output, batch), options=options)(**batch, use_cache=False)

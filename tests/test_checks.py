@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import MODELS, behind, joint, nodes, partitioned, run, sharded
 
-from gtp_compile.checks import check_graph, check_metadata, check_saved
+from gtp_compile.checks import check_graph, check_metadata, check_saved, wrong_metadata
 from gtp_compile.graph_log import GraphLog
 from gtp_compile.passes.base import PassContext, PassReport, outputs_of
 from gtp_compile.passes.describe import check_dtypes, describe_groups, describe_wire
@@ -102,6 +102,16 @@ def test_a_wrong_shape():
         RuntimeError, match=r"says torch.bfloat16 \(8, 16\), the operator gives torch.bfloat16 \(16, 8\)"
     ):
         check_metadata(graph.module)
+
+
+def test_what_was_wrong_before_a_pass_is_not_its_fault():
+    graph = joint("dense")
+    (_, wgrad) = nodes(graph, aten.mm.default)
+    wgrad.meta["val"] = wgrad.meta["val"].float()
+    wrong = wrong_metadata(graph.module)
+    assert list(wrong) == [wgrad]
+    check_metadata(graph.module, wrong)
+    run_passes(graph.module, (lambda gm, ctx: PassReport(),), PassContext("joint"), GraphLog("test", keep_text=True))
 
 
 # check_saved

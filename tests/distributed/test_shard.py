@@ -1,10 +1,11 @@
 """`shard`: what it places where, what it refuses, and what a sharded model still is."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from dist_helpers import FP32
+from dist_helpers import BF16, FP32
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -35,6 +36,8 @@ class Zoo(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.dense = nn.Linear(8, 8)
+        self.large = nn.Linear(1024, 1024)
+        self.embedding = nn.Embedding(1 << 17, 8)
         self.conv = nn.Conv1d(8, 8, 3)
         self.norm = nn.LayerNorm(8)
         self.stacked = Experts()
@@ -46,6 +49,9 @@ class Zoo(nn.Module):
 DEFAULTS = {
     "dense.weight": Replicate(),
     "dense.bias": Replicate(),
+    "large.weight": Shard(0),
+    "large.bias": Replicate(),
+    "embedding.weight": Shard(0),
     "conv.weight": Replicate(),
     "conv.bias": Replicate(),
     "norm.weight": Replicate(),
@@ -79,6 +85,31 @@ def test_default_placements(mesh):
         assert list(param.leaf.shape) == list(param.main_grad.shape) == local
         assert param.leaf.is_contiguous() and param.main_grad.dtype == FP32
         assert param.grad is None and param.leaf.fqn == name
+
+
+@pytest.mark.parametrize(
+    ("shard_fn", "dense"),
+    [(gtp_compile.shard_experts, Replicate()), (functools.partial(gtp_compile.shard_large, min_numel=64), Shard(0))],
+    ids=["experts", "all"],
+)
+def test_what_counts_as_large_is_the_users_choice(shard_fn, dense, mesh):
+    model = gtp_compile.shard(Zoo(), mesh, shard_fn=shard_fn)
+    placed = {n: p.placements[0] if isinstance(p, DTensor) else None for n, p in model.named_parameters()}
+    matrices = {"dense.weight", "large.weight", "embedding.weight", "conv.weight"}
+    assert placed == {n: dense if n in matrices else p for n, p in DEFAULTS.items()}
+
+
+def test_a_compute_dtype_per_parameter(mesh):
+    def keep_norms(fqn: str, module: nn.Module, param: nn.Parameter) -> torch.dtype | None:
+        return None if isinstance(module, nn.LayerNorm) else BF16
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, dtype=torch.float64))
+    gtp_compile.shard(model, mesh, param_dtype=keep_norms, src_data_rank=None)
+    assert {n: p.leaf.param_dtype for n, p in model.named_parameters()} == {
+        "0.weight": BF16, "0.bias": BF16, "1.weight": torch.float64, "1.bias": torch.float64
+    }  # fmt: skip
+    assert model[0](torch.randn(3, 8, dtype=BF16)).dtype == BF16
+    assert model[1](torch.randn(3, 8, dtype=torch.float64)).dtype == torch.float64
 
 
 def test_negative_dims(mesh):
@@ -129,7 +160,13 @@ REFUSALS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         lambda mesh: nn.Linear(8, 8),
         {"param_dtype": torch.int8},
         TypeError,
-        "param_dtype: a floating-point dtype is expected, got torch.int8",
+        "weight: param_dtype: a floating-point dtype is expected, got torch.int8",
+    ),
+    "param_dtype_function": (
+        lambda mesh: nn.Linear(8, 8),
+        {"param_dtype": lambda f, m, p: "bf16"},
+        TypeError,
+        "weight: param_dtype: a floating-point dtype is expected, got bf16",
     ),
     "main_grad_dtype": (
         lambda mesh: nn.Linear(8, 8),
