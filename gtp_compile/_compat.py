@@ -20,6 +20,7 @@ from torch._guards import CompileContext
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
@@ -34,6 +35,7 @@ __all__ = [
     "compile_fx_inner",
     "compile_name",
     "current_backward",
+    "decompositions",
     "default_store",
     "fake_store",
     "fresh_compilation",
@@ -68,6 +70,15 @@ def uncached() -> Iterator[None]:
     """Neither look up nor save compiled graphs while this is active (forward and, later, its backward)."""
     with functorch_config.patch(enable_autograd_cache=False):
         yield
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's decompositions, less those that leave out what is known to be empty.
+
+    `cat` drops parts without rows, and with them the GEMM of an expert that got no tokens on this rank, and its
+    weight's gather, which the other ranks wait for.
+    """
+    return {op: fn for op, fn in select_decomp_table().items() if op is not torch.ops.aten.cat.default}
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from gtp_compile._compat import (
     compile_fx,
     compile_fx_inner,
     compile_name,
+    decompositions,
     is_asked_for,
     make_boxed_func,
     uncached,
@@ -65,13 +67,14 @@ def gtp(
     patches["custom_partitioner_fn"] = GtpPartitioner(opts, inner.graph_name)
     session = current_session()
     known = len(session.graphs) if session is not None else 0
-    if opts.inner == "eager" or opts.debug_dir is not None or session is not None:
-        # What somebody watches, or dumps, must be compiled; and an interpreter can't be saved.
-        with uncached():
-            patches["fx_graph_cache"] = False
-            compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
-    else:
-        compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+    # What somebody watches, or dumps, must be compiled; and an interpreter can't be saved.
+    afresh = opts.inner == "eager" or opts.debug_dir is not None or session is not None
+    if afresh:
+        patches["fx_graph_cache"] = False
+    with uncached() if afresh else contextlib.nullcontext():
+        compiled: Any = compile_fx(
+            gm, example_inputs, inner_compile=inner, config_patches=patches, decompositions=decompositions()
+        )
     captured = session.graphs[known:] if session is not None else []
     return _with_bookkeeping(compiled, captured, taps)
 

@@ -32,7 +32,6 @@ def run_passes(gm: fx.GraphModule, passes: Iterable[Pass], ctx: PassContext, log
         report = run(gm, ctx)
         milliseconds = (time.perf_counter() - start) * 1e3
         gm.graph.eliminate_dead_code()
-        gm.recompile()
         try:
             check_graph(gm, given)
             if log.wants_text:
@@ -49,3 +48,4 @@ def run_passes(gm: fx.GraphModule, passes: Iterable[Pass], ctx: PassContext, log
         log.add(result)
         if log.wants_text:
             log.changed(result)
+    gm.recompile()

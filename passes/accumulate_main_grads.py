@@ -34,7 +34,8 @@ def accumulate_main_grads(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
             f"{node.format_node()}: main_grad is no input of the backward graph; the partitioner saved something else"
         )
         with gm.graph.inserting_before(output):
-            insert_call(gm.graph, torch.ops.aten.copy_.default, (main_grad, node), like=node)
+            val = main_grad.meta["val"]
+            insert_call(gm.graph, torch.ops.aten.copy_.default, (main_grad, node), like=node, val=val)
         results[i] = None
         report.changed += 1
     output.args = (tuple(results),)

@@ -13,6 +13,7 @@ On a mesh with replica dims the reduced shard is all-reduced over each of them, 
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "emit_gather",
     "emit_reduce",
     "emit_stack",
+    "emit_unstack",
 ]
 
 aten = torch.ops.aten
@@ -133,10 +135,21 @@ def _contiguous(emit: Emit, x: Any) -> Any:
 
 
 def emit_stack(emit: Emit, members: Sequence[Any]) -> Any:
-    """The members along a new dim 0. In operators that Inductor lowers: nothing is decomposed after the passes."""
+    """The members, of equal shapes, along a new dim 0.
+
+    In operators that Inductor lowers (nothing is decomposed after the passes), and none for each member: a group may
+    have hundreds.
+    """
     if len(members) == 1:
         return members[0]
-    return emit(aten.cat.default, [emit(aten.unsqueeze.default, m, 0) for m in members], 0)
+    shape = emit.value(members[0]).shape
+    return emit(aten.view.default, emit(aten.cat.default, list(members), 0), [len(members), *shape])
+
+
+def emit_unstack(emit: Emit, x: Any, members: Sequence[int]) -> list[Any]:
+    """`x[i]` for each of `members`."""
+    every = emit(aten.unbind.int, x, 0)
+    return [emit(operator.getitem, every, i) for i in members]
 
 
 def emit_gather(emit: Emit, shards: Sequence[Any], layout: Layout, param_dtype: torch.dtype) -> Any:
@@ -178,7 +191,7 @@ def emit_reduce(emit: Emit, grad: Any, shards: Sequence[Any], layout: Layout, gr
     for name, _ in layout.replica_groups:
         grad = emit(c10d.all_reduce.default, _contiguous(emit, grad), op, name)
         grad = emit(c10d.wait_tensor.default, grad)
-    return [grad] if len(shards) == 1 else [emit(aten.select.int, grad, 0, i) for i in range(len(shards))]
+    return [grad] if len(shards) == 1 else emit_unstack(emit, grad, range(len(shards)))
 
 
 def _padded(emit: Emit, x: Any, dim: int, size: int) -> Any:

@@ -4,13 +4,14 @@ The collectives of a weight are needed twice: as nodes (the compiled path) and a
 compiled graph). Both come from the same function, which gets an `Emit` and never knows which of the two it is.
 """
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_iter, tree_map
 
 __all__ = ["Emit", "GraphEmit", "RunEmit", "insert_call", "values"]
 
@@ -72,18 +73,26 @@ def values(x: Any) -> Any:
 
 
 def insert_call(
-    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    like: fx.Node,
+    val: Any = None,
 ) -> fx.Node:
     """Insert one call at the graph's insertion point, with true metadata.
 
     `meta["val"]` is computed by running `target` on the fake values of its arguments: a node without it breaks the
-    partitioner and Inductor far from here.
+    partitioner and Inductor far from here. Where it is known (an in-place operator returns its argument), `val` saves
+    the run.
     """
     kwargs = kwargs or {}
     node = graph.call_function(target, args, kwargs)
-    fake_mode = _fake_mode_of(args, like)
-    with fake_mode:
-        node.meta["val"] = target(*values(args), **values(kwargs))
+    if val is None:
+        with _fake_mode_of(args, like):
+            val = target(*values(args), **values(kwargs))
+    node.meta["val"] = val
     for key in _INHERITED:
         if key in like.meta:
             node.meta[key] = like.meta[key]
@@ -91,9 +100,7 @@ def insert_call(
 
 
 def _fake_mode_of(args: tuple[Any, ...], like: fx.Node) -> Any:
-    from torch.utils._pytree import tree_leaves
-
-    for leaf in [*tree_leaves(values(args)), *tree_leaves(like.meta.get("val"))]:
+    for leaf in itertools.chain(tree_iter(values(args)), tree_iter(like.meta.get("val"))):
         mode = getattr(leaf, "fake_mode", None)
         if mode is not None:
             return mode

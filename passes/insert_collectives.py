@@ -23,7 +23,7 @@ from torch import fx
 
 from gtp_compile.passes.anchors import Finalize, Materialize
 from gtp_compile.passes.base import NOTE, PassContext, PassReport
-from gtp_compile.passes.collective_ops import emit_cast, emit_gather, emit_reduce, emit_stack
+from gtp_compile.passes.collective_ops import emit_cast, emit_gather, emit_reduce, emit_stack, emit_unstack
 from gtp_compile.passes.emit import GraphEmit, insert_call
 
 __all__ = ["AccumulateNote", "GatherNote", "ReduceNote", "insert_collectives"]
@@ -59,10 +59,15 @@ def insert_collectives(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
         report.matched += 1
         report.changed += 1
     positions = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+    sums: dict[fx.Node, fx.Node] = {}
     for anchor in Finalize.find(graph):
-        _lower_finalize(graph, anchor, positions)
+        sums |= _lower_finalize(graph, anchor, positions)
         report.matched += 1
         report.changed += 1
+    # At once: each change of the output node costs a walk over all that the graph returns.
+    output = graph.output_node()
+    output.args = fx.map_arg(output.args, lambda node: sums.get(node, node))
+    graph.eliminate_dead_code()  # the anchors; once, since each time costs a walk over the whole graph
     return report
 
 
@@ -76,7 +81,9 @@ def _lower_materialize(graph: fx.Graph, anchor: Materialize) -> None:
     graph.erase_node(anchor.node)
 
 
-def _lower_finalize(graph: fx.Graph, anchor: Finalize, positions: dict[fx.Node, int]) -> None:
+def _lower_finalize(graph: fx.Graph, anchor: Finalize, positions: dict[fx.Node, int]) -> dict[fx.Node, fx.Node]:
+    """Emit the reduction; returns what the graph is to return instead of what, for members with a main_grad."""
+    sums = {}
     wanted = {int(user.args[1]): user for user in anchor.node.users}  # type: ignore[arg-type]
     assert all(u.target is operator.getitem for u in wanted.values()), anchor.node.format_node()
     members = sorted(wanted)
@@ -84,8 +91,7 @@ def _lower_finalize(graph: fx.Graph, anchor: Finalize, positions: dict[fx.Node, 
     with emit.before(anchor.node):
         grad = anchor.grad
         if len(anchor.shards) > 1 and len(members) < len(anchor.shards):  # some members are frozen
-            parts = [emit(aten.select.int, grad, 0, i) for i in members]
-            grad = emit_stack(emit, parts)
+            grad = emit_stack(emit, emit_unstack(emit, grad, members))
         # The wire has the dtype that retype_wgrads gave the gradient; what the rule asks is checked after this pass.
         shards = [anchor.shards[i] for i in members]
         reduced = emit_reduce(emit, grad, shards, anchor.layout, grad.meta["val"].dtype)
@@ -101,10 +107,10 @@ def _lower_finalize(graph: fx.Graph, anchor: Finalize, positions: dict[fx.Node, 
             else:
                 total = insert_call(graph, aten.add.Tensor, (main_grad, part), like=anchor.node)
                 total.meta[NOTE] = AccumulateNote()
-                end.replace_all_uses_with(total)
+                sums[end] = total
                 # The accumulator changes between forward and backward by design, also under saved-tensor hooks.
                 main_grad.meta["saved_tensor_with_no_vc_check"] = True
-    graph.eliminate_dead_code()
+    return sums
 
 
 def _gradient_output(item: fx.Node) -> fx.Node | None:

@@ -241,3 +241,40 @@ def thawed(rank: int) -> None:
 
 def test_freezing_between_steps():
     run_ranks(thawed, 2)
+
+
+class Loop(nn.Module):
+    """Experts that are modules, each on the rows that a list of numbers gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(16, 16, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(16, 8, bias=False) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor, splits: list[int]) -> Tensor:
+        parts = self.dense(x).split(splits)
+        return torch.cat([expert(part) for part, expert in zip(parts, self.experts, strict=True)])
+
+
+def loop(rank: int, splits: list[list[int]]) -> None:
+    model = Loop()
+    dense = double_leaf(model.dense.weight)
+    experts = [double_leaf(expert.weight) for expert in model.experts]
+    step = compiled(sharded(model))
+    x = torch.randn(sum(splits[rank]), 16, generator=torch.Generator().manual_seed(rank)).to(BF16)
+    with spy() as seen:
+        y = step(x, splits[rank])
+        y.sum().backward()
+    for part, weight in zip(linear64(x, dense).split(splits[rank]), experts, strict=True):
+        linear64(part, weight).sum().backward(retain_graph=True)
+    expect("gathers", sum(c.kind == "all_gather" for c in seen), 1 + 2 * EXPERTS)
+    expect("reductions", len(reductions(seen)), 1 + EXPERTS)
+    close_main_grad(model.dense.weight, reduced(dense.grad))
+    for expert, weight in zip(model.experts, experts, strict=True):
+        close_main_grad(expert.weight, reduced(weight.grad))
+
+
+@pytest.mark.parametrize("splits", [[[4, 0, 4], [3, 2, 2]], [[0, 0, 0], [0, 5, 1]]], ids=["some", "none"])
+def test_an_expert_that_is_known_to_be_empty_costs_the_same_collectives(splits):
+    """Inductor's `cat` drops empty parts while the graph is traced, and what led to them: a gather fewer on one rank."""
+    run_ranks(loop, 2, splits)
