@@ -276,5 +276,5 @@ def loop(rank: int, splits: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("splits", [[[4, 0, 4], [3, 2, 2]], [[0, 0, 0], [0, 5, 1]]], ids=["some", "none"])
 def test_an_expert_that_is_known_to_be_empty_costs_the_same_collectives(splits):
-    """Inductor's `cat` drops empty parts while the graph is traced, and what led to them: a gather fewer on one rank."""
+    """Inductor's `cat` drops empty parts while it is traced, and what led to them: one rank would gather less."""
     run_ranks(loop, 2, splits)
