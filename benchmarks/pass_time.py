@@ -118,9 +118,8 @@ def main() -> None:
     parser.add_argument("--weights", choices=["discrete", "stacked"], default="discrete")
     parser.add_argument("--inner", choices=["eager", "inductor"], default="eager")
     args = parser.parse_args()
-    print(
-        f"torch {torch.__version__}, Python {platform.python_version()}; {args.experts} experts, {args.weights}, {args.inner}"
-    )
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    print(f"{versions}; {args.experts} experts, {args.weights}, {args.inner}")
     print("| layers | nodes of the joint graph | total s | ours s | share | us a node | slowest passes, ms |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     measure(1, args.experts, args.weights == "stacked", args.inner)  # imports, and what torch builds once
