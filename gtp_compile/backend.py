@@ -20,6 +20,7 @@ from gtp_compile._compat import (
 )
 from gtp_compile.bare_reads import refuse_bare_reads
 from gtp_compile.config import GtpOptions, parse_options
+from gtp_compile.graph_breaks import report_breaks
 from gtp_compile.parameters import ComputeLeaf, prepare_accumulation
 from gtp_compile.partition import GtpPartitioner, lower_inference
 from gtp_compile.plain_main_grads import Tap, finish, main_grads_of, prepare, tap_main_grads
@@ -49,6 +50,7 @@ def gtp(
 
     Raises:
         ValueError: an unknown option or mode.
+        RuntimeError: `strict`, and a graph break inside an expert block or a weight gradient of no known form.
     """
     opts, patches = parse_options(mode, options)
     inner = _InnerCompile(opts, compile_name())
@@ -62,6 +64,7 @@ def gtp(
             return cast(Compiled, compile_fx(gm, example_inputs, config_patches=patches or None))
         with uncached():
             return cast(Compiled, compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches or None))
+    report_breaks(gm, example_inputs, opts.strict)
     patches["custom_partitioner_fn"] = GtpPartitioner(opts, inner.graph_name)
     session = current_session()
     known = len(session.graphs) if session is not None else 0
