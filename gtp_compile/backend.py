@@ -18,7 +18,7 @@ from gtp_compile._compat import (
     uncached,
     will_accumulate,
 )
-from gtp_compile.bare_reads import refuse_bare_reads
+from gtp_compile.bare_reads import input_name, real_input, refuse_bare_reads
 from gtp_compile.config import GtpOptions, parse_options
 from gtp_compile.graph_breaks import report_breaks
 from gtp_compile.parameters import ComputeLeaf, prepare_accumulation
@@ -65,7 +65,7 @@ def gtp(
         with uncached():
             return cast(Compiled, compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches or None))
     report_breaks(gm, example_inputs, opts.strict)
-    patches["custom_partitioner_fn"] = GtpPartitioner(opts, inner.graph_name)
+    patches["custom_partitioner_fn"] = GtpPartitioner(opts, inner.graph_name, _names(gm, example_inputs))
     session = current_session()
     known = len(session.graphs) if session is not None else 0
     if opts.inner == "eager" or opts.debug_dir is not None or session is not None:
@@ -77,6 +77,13 @@ def gtp(
         compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
     captured = session.graphs[known:] if session is not None else []
     return _with_bookkeeping(compiled, captured, taps)
+
+
+def _names(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[str]:
+    """The inputs' names: qualified ones for placed weights."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    inputs = [(node, real_input(node, x)) for node, x in zip(placeholders, example_inputs, strict=False)]
+    return [x.fqn if isinstance(x, ComputeLeaf) else input_name(node) for node, x in inputs]
 
 
 def _has_call(gm: fx.GraphModule, *targets: Any) -> bool:
