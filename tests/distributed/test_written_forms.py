@@ -1,6 +1,24 @@
-"""The ways in which people write experts and dense weights, on two ranks; batched GEMMs are in test_batched_experts.py.
+"""The ways in which people write experts and dense weights, on two ranks. All layers of a row cost one compilation.
 
-All layers of a row stand in one model, so that they cost one compilation.
+Where each form is tested: on several ranks against float64, with `verify` and the form's name. The graph tests of the
+GEMMs are those of `tests/passes/wgrad_forms.py`.
+
+    grouped_mm, [E, N, K] and [E, K, N], bias       here: grouped, grouped_in_out, interleaved
+    N discrete weights, stacked; plain followers    here: discrete, leader_only; our GroupedLinear: test_truth_table.py,
+                                                    test_tokens.py, test_ops_grouped_linear_distributed_weight.py
+    loop over split(counts), a list or tolist()     here: loop_list, loop_tolist, and the same with mm
+    loop over hit experts                           test_eager_loops.py
+    batched_mm, a weight picked for each row        test_batched_experts.py: picked...
+    capacity factor, bmm and einsum                 test_batched_experts.py: bmm..., einsum..., matmul_groups
+    gate and up: chunked, interleaved, separate     here: chunked, sliced, interleaved, separate
+    Hugging Face's grouped_mm_fallback              test_fallback_form.py, test_hf_families.py
+    linear, addmm, Conv1D, embedding, tied          here: linear, conv1d, scaled_addmm, embedding, tied
+    a weight used several times                     here: heads, tied; test_microbatches.py: one_reduction_per_weight
+    adapters beside frozen weights, or merged       test_adapters.py, test_peft.py; here: merged_adapter, merged_stack
+    what no pass knows                              test_refusals.py, test_retype_wgrads.py: no_operand_is_ignored
+    autocast, fp16 with a scaler                    test_both_forms.py, test_graph_edges.py: autocast
+    selective checkpointing, pipeline order         test_microbatches.py
+    a graph break inside the experts                test_graph_breaks.py
 """
 
 from typing import Any
@@ -83,6 +101,10 @@ DENSE = (
     layer("embedding", "scatter", (V, K), lambda w, x, at: F.embedding(at["ids"], w["weight"])),
     layer("tied", "mm + scatter", (V, K), tied, is_rounded=True),
     layer("heads", "mm", (V, K), heads),
+    layer(
+        "merged_adapter", "mm", (N, K), lambda w, x, at: F.linear(x, w["weight"] + w["up"] @ w["down"]),
+        others={"up": (N, 2), "down": (2, K)}, is_rounded=True,
+    ),
     layer("loop_tolist", "mm", OUT_IN, lambda w, x, at: loop(w, x, at, "tolist"), bias=(E, N)),
     layer("loop_tolist_mm", "mm", IN_OUT, lambda w, x, at: loop_mm(w, x, at, "tolist")),
 )  # fmt: skip
@@ -101,6 +123,11 @@ GROUPED = (
     layer("interleaved", "grouped_mm", (E, K, 2 * N), interleaved, bias=(E, 2 * N), is_rounded=True),
     layer("separate", "grouped_mm", OUT_IN, separate, others={"w3": OUT_IN}, is_rounded=True),
     layer("sliced", "grouped_mm", UP, sliced),
+    Layer(
+        "merged_stack", {"weight": OUT_IN, "up": (E, N, 2), "down": (E, 2, K)},
+        {"weight": "grouped_mm", "up": "bmm", "down": "bmm"}, ("R", K),
+        lambda w, x, at: grouped(x, (w["weight"] + w["up"] @ w["down"]).mT, at), (0, V), is_rounded=True,
+    ),
     layer(
         "discrete", "grouped_mm", (N, K), lambda w, x, at: grouped(x, stacked(w, x).mT, at),
         others={"weight1": (N, K), "weight2": (N, K)},
