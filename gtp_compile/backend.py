@@ -20,8 +20,9 @@ from gtp_compile._compat import (
     uncached,
     will_accumulate,
 )
-from gtp_compile.bare_reads import refuse_bare_reads
+from gtp_compile.bare_reads import input_name, real_input, refuse_bare_reads
 from gtp_compile.config import GtpOptions, parse_options
+from gtp_compile.graph_breaks import report_breaks
 from gtp_compile.parameters import ComputeLeaf, prepare_accumulation
 from gtp_compile.partition import GtpPartitioner, lower_inference
 from gtp_compile.plain_main_grads import Tap, finish, main_grads_of, prepare, tap_main_grads
@@ -51,6 +52,7 @@ def gtp(
 
     Raises:
         ValueError: an unknown option or mode.
+        RuntimeError: `strict`, and a graph break inside an expert block or a weight gradient of no known form.
     """
     opts, patches = parse_options(mode, options)
     inner = _InnerCompile(opts, compile_name())
@@ -64,7 +66,8 @@ def gtp(
             return cast(Compiled, compile_fx(gm, example_inputs, config_patches=patches or None))
         with uncached():
             return cast(Compiled, compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches or None))
-    patches["custom_partitioner_fn"] = GtpPartitioner(opts, inner.graph_name)
+    report_breaks(gm, example_inputs, opts.strict)
+    patches["custom_partitioner_fn"] = GtpPartitioner(opts, inner.graph_name, _names(gm, example_inputs))
     session = current_session()
     known = len(session.graphs) if session is not None else 0
     # What somebody watches, or dumps, must be compiled; and an interpreter can't be saved.
@@ -77,6 +80,13 @@ def gtp(
         )
     captured = session.graphs[known:] if session is not None else []
     return _with_bookkeeping(compiled, captured, taps)
+
+
+def _names(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[str]:
+    """The inputs' names: qualified ones for placed weights."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    inputs = [(node, real_input(node, x)) for node, x in zip(placeholders, example_inputs, strict=False)]
+    return [x.fqn if isinstance(x, ComputeLeaf) else input_name(node) for node, x in inputs]
 
 
 def _has_call(gm: fx.GraphModule, *targets: Any) -> bool:

@@ -57,11 +57,13 @@ class GtpPartitioner(CustomPartitionerFn):
     Args:
         options: the user's.
         graph_name: of this graph in logs and dumps; not part of the key.
+        input_names: of this graph's inputs, for errors; nor are they.
     """
 
-    def __init__(self, options: GtpOptions, graph_name: str) -> None:
+    def __init__(self, options: GtpOptions, graph_name: str, input_names: Sequence[str] = ()) -> None:
         self.options = options
         self.graph_name = graph_name
+        self.input_names = tuple(input_names)
 
     def uuid(self) -> str:
         return f"{source_hash()} {self.options}"
@@ -74,7 +76,7 @@ class GtpPartitioner(CustomPartitionerFn):
         return {"options": self.options, "source": source_hash()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.options, self.graph_name = state["options"], "graph"
+        self.options, self.graph_name, self.input_names = state["options"], "graph", ()
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -118,9 +120,14 @@ class GtpPartitioner(CustomPartitionerFn):
         if unmatched and self.options.strict:
             raise RuntimeError(
                 "strict: weight gradients that would be summed after a rounding: "
-                + "; ".join(f"inputs {g.inputs}: {g.reason}" for g in unmatched)
+                + "; ".join(f"{self._names(g)}: {g.reason}" for g in unmatched)
             )
         return groups
+
+    def _names(self, group: GroupInfo) -> str:
+        if not self.input_names:
+            return f"inputs {group.inputs}"
+        return ", ".join(self.input_names[i] for i in group.inputs)
 
     def _enabled(self, passes: tuple[Pass, ...]) -> list[Pass]:
         return [p for p in passes if p.__name__ not in self.options.disable]

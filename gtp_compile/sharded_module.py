@@ -160,8 +160,9 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
 def _delattr(self: Any, name: str) -> None:
     if name in self._gtp_leaves:
         raise AttributeError(
-            f"{self._gtp_leaves[name].fqn}: is a sharded parameter, and can't be taken out of its module; change the "
-            "module before gtp_compile.shard"
+            f"{self._gtp_leaves[name].fqn}: is a sharded parameter, and can't be taken out of its module, as "
+            "parametrizations do (PEFT's target_parameters in every forward); change the module before "
+            "gtp_compile.shard, or leave this weight plain: a shard_fn that returns None for it"
         )
     self._gtp_original.__delattr__(self, name)
 

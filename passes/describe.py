@@ -4,6 +4,7 @@ gemm -> scratch -> wire -> sum -> main_grad        one dtype each; none may be b
 """
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +102,9 @@ def _form(chain: Chain) -> str:
 def _widen_reason(node: fx.Node) -> str:
     source: Any = node.args[0]
     dtype = source.meta["val"].dtype
-    return f"{source.name} ({source.target}) is no known form of a weight gradient; it arrives rounded to {dtype}"
+    # Of an operator with several results it is a getitem that arrives.
+    computed = source.args[0].target if source.target is operator.getitem else source.target
+    return f"{source.name} ({computed}) is no known form of a weight gradient; it arrives rounded to {dtype}"
 
 
 def describe_wire(graph: fx.Graph, groups: list[GroupInfo]) -> list[GroupInfo]:

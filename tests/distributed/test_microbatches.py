@@ -1,9 +1,13 @@
 """Several forwards and backwards between two optimizer steps: what main_grad holds afterwards."""
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from dist_helpers import (
     BF16,
+    FP32,
     close_main_grad,
     compiled,
     double_leaf,
@@ -15,8 +19,12 @@ from dist_helpers import (
     spy,
 )
 from ranks import run_ranks
+from tiny_models import ends_of
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import gtp_compile
 
 
 class Mlp(nn.Module):
@@ -140,6 +148,86 @@ def one_step(rank: int, kwargs: dict[str, bool], want_reductions: int) -> None:
 )
 def test_one_reduction_per_weight(kwargs):
     run_ranks(one_step, 2, kwargs, 2)
+
+
+class Grouped(nn.Module):
+    """Experts around a dense layer; of the selectively checkpointed forward only the GEMMs are saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 16, 16) * 0.3)
+        self.dense = nn.Linear(16, 16, bias=False)
+        self.contexts: Any = None
+
+    def block(self, x: Tensor) -> Tensor:
+        y = torch._grouped_mm(torch.relu(x), self.experts.mT, offs=ends_of(5, 0, len(x) - 5))
+        return x + torch.relu(self.dense(torch.relu(y)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.contexts is None:
+            return self.block(x)
+        return checkpoint(self.block, x, use_reentrant=False, context_fn=self.contexts)
+
+
+_SAVED = (torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default)
+
+
+def save_gemms(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selectively(rank: int) -> None:
+    grads = {}
+    for contexts in (None, functools.partial(create_selective_checkpoint_contexts, save_gemms)):
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        model = sharded(Grouped(), shard_fn=lambda fqn, module, param: Shard(param.ndim - 2))
+        model.contexts = contexts
+        step = compiled(model, strict=True)
+        for i in range(2):
+            with spy() as seen:
+                loss(step(rows(rank, i))).backward()
+            expect("reductions", [(c.kind, c.dtype) for c in reductions(seen)], [("reduce_scatter", FP32)] * 2)
+        # One a weight in forward; in backward the dense one's, whose input has a gradient.
+        expect("gathers", len([c for c in seen if c.kind == "all_gather"]), 3)
+        grads[contexts is None] = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+        found = gtp_compile.verify(model, loss, options={"inner": "eager"})(rows(rank, 7))
+        expect("errors of at most 1e-6", [g.leader for g in found.groups if not (g.error or 0) <= 1e-6], [])
+    for name, plain in grads[True].items():
+        expect(f"{name}: as without checkpointing, to the bit", torch.equal(plain, grads[False][name]), True)
+
+
+def test_selective_checkpointing_that_saves_gemms():
+    run_ranks(selectively, 2)
+
+
+def pipelined(rank: int) -> None:
+    """1F1B with two model chunks (virtual stages) on this rank: warm-up forwards, then one of each, then the rest."""
+    torch.manual_seed(1)
+    chunks = [Mlp(), Mlp(twice=True)]
+    twins = [Twin(chunk) for chunk in chunks]
+    steps = [compiled(sharded(chunk)) for chunk in chunks]
+    # What, chunk, microbatch.
+    schedule = ["F00", "F01", "F10", "B10", "F02", "F11", "B00", "B11", "F12", "B01", "B12", "B02"]
+    waiting: dict[str, tuple[Tensor, Tensor]] = {}
+    with spy() as seen:
+        for what, chunk, batch in schedule:
+            if what == "F":
+                x = rows(rank, 3 * int(chunk) + int(batch)).requires_grad_()
+                waiting[chunk + batch] = (x, loss(steps[int(chunk)](x)))
+            else:
+                x, value = waiting.pop(chunk + batch)
+                value.backward()
+                x_twin = x.detach().clone().requires_grad_()
+                loss(twins[int(chunk)](x_twin)).backward()
+                expect(f"{chunk}{batch}: gradient of the input", torch.equal(x.grad, x_twin.grad), True)
+    expect("reductions", len(reductions(seen)), 2 * 2 * 3)
+    for chunk, twin in zip(chunks, twins, strict=True):
+        twin.compare(chunk)
+
+
+def test_pipeline_order_with_two_chunks():
+    run_ranks(pipelined, 2)
 
 
 def cloned(rank: int) -> None:
