@@ -13,9 +13,14 @@ _TMA_ALIGNMENT = 16  # bytes
 
 
 class Launcher(Protocol):
-    """Stores in dw [E, N, K], or adds to it, `dy_e^T @ x_e` of dy [R, N], x [R, K] and offs [E] int32."""
+    """Stores in dw [E, N, K], or adds to it, `dy_e^T @ x_e` of dy [R, N], x [R, K] and offs [E] int32.
 
-    def __call__(self, dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool) -> None: ...
+    With split_dim, it stores in parts: dw is contiguous [W, E, c, K] (1) or [W, E, N, c] (2), zeros behind the end.
+    """
+
+    def __call__(
+        self, dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool, split_dim: int = 0
+    ) -> None: ...
 
 
 def choose_grouped_wgrad(dy: Tensor, x: Tensor, dw: Tensor) -> Launcher:

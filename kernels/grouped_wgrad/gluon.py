@@ -108,11 +108,13 @@ def _take_tile(index, queue):
 
 
 @gluon.jit
-def _schedule(dw_desc, offs_ptr, R, queue, ACCUMULATE: gl.constexpr):
-    tiles_N = gl.cdiv(dw_desc.shape[1], _BLOCK_N)
-    tiles_K = gl.cdiv(dw_desc.shape[2], _BLOCK_K)
+def _schedule(dw_desc, offs_ptr, R, parts, queue, ACCUMULATE: gl.constexpr, SPLIT_DIM: gl.constexpr):
+    experts = dw_desc.shape[0] // parts
+    # Parts lie side by side: a tile may reach from one into the next.
+    tiles_N = gl.cdiv(dw_desc.shape[1] * (parts if SPLIT_DIM == 1 else 1), _BLOCK_N)
+    tiles_K = gl.cdiv(dw_desc.shape[2] * (parts if SPLIT_DIM == 2 else 1), _BLOCK_K)
     index = 0
-    for tile in range(gl.program_id(0), dw_desc.shape[0] * tiles_N * tiles_K, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), experts * tiles_N * tiles_K, gl.num_programs(0)):
         expert, n, k = _locate_tile(tile, tiles_N, tiles_K)
         end, rows = _locate_rows(offs_ptr, expert, R)
         # Adding nothing is left out; a fresh gradient of an expert without rows has zeros to store.
@@ -146,14 +148,39 @@ def _load(dy_desc, x_desc, ring, queue):
 
 
 @gluon.jit
-def _store_chunk(dw_NK, buffer, dw_desc, expert, n, k, ACCUMULATE: gl.constexpr):
+def _store_chunk(dw_NK, buffer, dw_desc, expert, n, k, size, parts, ACCUMULATE: gl.constexpr, SPLIT_DIM: gl.constexpr):
     buffer_NK = buffer.reshape([_HALF_N, _CHUNK_K])
+    layout: gl.constexpr = dw_NK.type.layout
     if ACCUMULATE:
-        dw_NK += buffer_NK.load(dw_NK.type.layout)
+        dw_NK += buffer_NK.load(layout)
+    # Behind the end of a split dimension lie zeros, even where zero times NaN was summed.
+    if SPLIT_DIM == 1:
+        n_N = n + gl.arange(0, _HALF_N, gl.SliceLayout(1, layout))
+        dw_NK = gl.where(gl.expand_dims(n_N < size, 1), dw_NK, 0.0)
+    if SPLIT_DIM == 2:
+        k_K = k + gl.arange(0, _CHUNK_K, gl.SliceLayout(0, layout))
+        dw_NK = gl.where(gl.expand_dims(k_K < size, 0), dw_NK, 0.0)
     buffer_NK.store(dw_NK.to(dw_desc.dtype))
     fence_async_shared()
     _barrier()
-    _write_box(dw_desc, [expert, n, k], buffer)
+    if SPLIT_DIM == 0:
+        _write_box(dw_desc, [expert, n, k], buffer)
+    else:
+        _write_parts(buffer, dw_desc, expert, n, k, parts, SPLIT_DIM)
+
+
+@gluon.jit
+def _write_parts(buffer, dw_desc, expert, n, k, parts, SPLIT_DIM: gl.constexpr):
+    """Write a box to every part that it reaches into: TMA leaves out what lies before or behind that part."""
+    experts = dw_desc.shape[0] // parts
+    chunk = dw_desc.shape[SPLIT_DIM]
+    begin = n if SPLIT_DIM == 1 else k
+    end = begin + (_HALF_N if SPLIT_DIM == 1 else _CHUNK_K)
+    for part in range(begin // chunk, gl.minimum(gl.cdiv(end, chunk), parts)):
+        if SPLIT_DIM == 1:
+            _write_box(dw_desc, [part * experts + expert, n - part * chunk, k], buffer)
+        else:
+            _write_box(dw_desc, [part * experts + expert, n, k - part * chunk], buffer)
 
 
 @gluon.jit
@@ -168,7 +195,18 @@ def _halve(dw_NK):
 
 
 @gluon.jit
-def _multiply(half: gl.constexpr, dw_desc, ring, queue, staging, fetched, ACCUMULATE: gl.constexpr):
+def _multiply(
+    half: gl.constexpr,
+    dw_desc,
+    size,
+    parts,
+    ring,
+    queue,
+    staging,
+    fetched,
+    ACCUMULATE: gl.constexpr,
+    SPLIT_DIM: gl.constexpr,
+):
     dy_ring, x_ring, full, empty = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_K, 16])
     left = staging.index(half * 2)
@@ -212,15 +250,17 @@ def _multiply(half: gl.constexpr, dw_desc, ring, queue, staging, fetched, ACCUMU
             tma.store_wait(pendings=0)
             _barrier()
         left_NK, right_NK = _halve(dw_NK)
-        _store_chunk(left_NK, left, dw_desc, expert, n, k, ACCUMULATE)
-        _store_chunk(right_NK, right, dw_desc, expert, n, k + _CHUNK_K, ACCUMULATE)
+        _store_chunk(left_NK, left, dw_desc, expert, n, k, size, parts, ACCUMULATE, SPLIT_DIM)
+        _store_chunk(right_NK, right, dw_desc, expert, n, k + _CHUNK_K, size, parts, ACCUMULATE, SPLIT_DIM)
         index += 1
         expert, n, k, _, rows = _take_tile(index, queue)
     tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["R"])
-def _grouped_wgrad_gluon_kernel(dy_desc, x_desc, dw_desc, offs_ptr, R, ACCUMULATE: gl.constexpr):
+@gluon.jit(do_not_specialize=["R", "parts"])
+def _grouped_wgrad_gluon_kernel(
+    dy_desc, x_desc, dw_desc, offs_ptr, R, parts, ACCUMULATE: gl.constexpr, SPLIT_DIM: gl.constexpr
+):
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     dy_ring = gl.allocate_shared_memory(dy_desc.dtype, [_STAGES * 2, 1, 1, _BLOCK_R, _HALF_N], dy_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [_STAGES, 1, 1, _BLOCK_R, _BLOCK_K], x_desc.layout)
@@ -243,13 +283,14 @@ def _grouped_wgrad_gluon_kernel(dy_desc, x_desc, dw_desc, offs_ptr, R, ACCUMULAT
 
     ring = (dy_ring, x_ring, ring_full, ring_empty)
     queue = (fields, queue_full, queue_empty)
+    size = x_desc.shape[3] if SPLIT_DIM == 2 else dy_desc.shape[3]
     # The tuples stand in the call: through a variable, constants would become values of the run.
     gl.warp_specialize(
         [
-            (_multiply, (0, dw_desc, ring, queue, staging, fetched.index(0), ACCUMULATE)),
-            (_multiply, (1, dw_desc, ring, queue, staging, fetched.index(1), ACCUMULATE)),
+            (_multiply, (0, dw_desc, size, parts, ring, queue, staging, fetched.index(0), ACCUMULATE, SPLIT_DIM)),
+            (_multiply, (1, dw_desc, size, parts, ring, queue, staging, fetched.index(1), ACCUMULATE, SPLIT_DIM)),
             (_load, (dy_desc, x_desc, ring, queue)),
-            (_schedule, (dw_desc, offs_ptr, R, queue, ACCUMULATE)),
+            (_schedule, (dw_desc, offs_ptr, R, parts, queue, ACCUMULATE, SPLIT_DIM)),
         ],
         [4, 1, 1],
         [_CONSUMER_REGISTERS, _HELPER_REGISTERS, _HELPER_REGISTERS],
@@ -277,22 +318,33 @@ def _swizzled(itemsize: int, rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(128, element_bitwidth=8 * itemsize, rank=rank)
 
 
-def grouped_wgrad_gluon(dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool) -> None:
-    """Store in dw [E, N, K], or add to it, `dy_e^T @ x_e` of dy [R, N], x [R, K] and offs [E] int32."""
+def grouped_wgrad_gluon(
+    dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool, split_dim: int = 0
+) -> None:
+    """Store in dw [E, N, K], or add to it, `dy_e^T @ x_e` of dy [R, N], x [R, K] and offs [E] int32.
+
+    With split_dim, store in the parts of dw: contiguous [W, E, c, K] (1) or [W, E, N, c] (2).
+    """
     if dy.shape[0] == 0:  # nothing to describe
         if not accumulate:
             dw.zero_()
         return
-    E, N, K = dw.shape
-    tiles = E * triton.cdiv(N, _BLOCK_N.value) * triton.cdiv(K, _BLOCK_K.value)
+    parts = dw.shape[0] if split_dim else 1
+    dw = dw.flatten(0, -3)  # of every part and expert
+    matrices, N, K = dw.shape
+    tiles_N = triton.cdiv(N * (parts if split_dim == 1 else 1), _BLOCK_N.value)
+    tiles_K = triton.cdiv(K * (parts if split_dim == 2 else 1), _BLOCK_K.value)
+    tiles = matrices // parts * tiles_N * tiles_K
     programs = min(tiles, torch.cuda.get_device_properties(dw.device).multi_processor_count)
     with torch.cuda.device_of(dw):
         _grouped_wgrad_gluon_kernel[(programs,)](
             _describe_rows(dy, _HALF_N.value),
             _describe_rows(x, _BLOCK_K.value),
-            _describe(dw, [E, N, K], list(dw.stride()), [1, _HALF_N.value, _CHUNK_K.value]),
+            _describe(dw, [matrices, N, K], list(dw.stride()), [1, _HALF_N.value, _CHUNK_K.value]),
             offs.contiguous(),
             dy.shape[0],
+            parts,
             ACCUMULATE=accumulate,
+            SPLIT_DIM=split_dim,
             num_warps=4,
         )

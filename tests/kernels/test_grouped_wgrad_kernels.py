@@ -13,6 +13,7 @@ from kernel_testing import (
     GPU_MARKS,
     Case,
     case_id,
+    cut_into_parts,
     dtype_id,
     error_bound,
     relative_error,
@@ -113,6 +114,26 @@ def test_adds(kernel: Launcher, case: Case, dtype: torch.dtype) -> None:
     assert relative_error(total, old.double() + wgrad_float64(dy, x, case.slices)) <= FLOAT32_BOUND["cuda"]
     assert same_bits(total, torch.where(filled, old + fresh(kernel, dy, x, case.offs("cuda")), old))
     assert_guard_intact(total, buffer)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8, 50])
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("case", TILED, ids=case_id)
+def test_stores_parts(kernel: Launcher, case: Case, dim: int, parts: int) -> None:
+    # Parts have a multiple of 8 in columns, as the choice of the Gluon kernel demands; the last ends a column short.
+    case = replace(case, k=-(-case.k // (8 * parts)) * 8 * parts)
+    dy, wide = operands(case, torch.bfloat16)
+    x = wide[:, : case.k - (dim == 2)]
+    dy[case.slices[0]] = torch.nan  # padding is zero all the same
+    for out_dtype in (torch.bfloat16, torch.float32):
+        dw = torch.full((len(case.counts), case.n, case.k), torch.nan, device="cuda", dtype=out_dtype)
+        kernel(dy, wide, case.offs("cuda"), dw, accumulate=False)
+        expected = cut_into_parts(dw[..., : x.shape[1]], dim, parts).contiguous()
+        buffer = torch.full((expected.numel() + 256,), torch.nan, device="cuda", dtype=out_dtype)
+        got = buffer[128:-128].view(expected.shape)
+        kernel(dy, x, case.offs("cuda"), got, accumulate=False, split_dim=dim)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+        assert buffer[:128].isnan().all() and buffer[-128:].isnan().all()
 
 
 def test_empty_experts_keep_even_nan(kernel: Launcher) -> None:
