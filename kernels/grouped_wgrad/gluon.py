@@ -9,6 +9,9 @@
 #
 # One program per SM. Nothing keeps the two consumers in step, so that one stores its half of a tile while the other one
 # multiplies, and the producer runs ahead of both: products hide the stores and the loads.
+#
+# Split into W parts, dw is [W * E, C, K] or [W * E, N, C]. Each half tile of rows lies in one part: a part begins a new
+# half, and TMA leaves out what lies behind the part's end. Parts of columns are whole pieces of BLOCK_K / 2.
 
 from functools import cache
 
@@ -65,6 +68,26 @@ def _locate_tile(tile, tiles_N, tiles_K):
 
 
 @gluon.jit
+def _locate_half(dw_desc, n, SPLIT_DIM: gl.constexpr):
+    """Return the part in which a half tile lies, its first row there, and the first column of dy that it takes."""
+    if SPLIT_DIM == 1:
+        rows = dw_desc.shape[1]
+        padded = gl.cdiv(rows, _HALF_N) * _HALF_N
+        return n // padded, n % padded, n // padded * rows + n % padded
+    else:
+        return 0, n, n
+
+
+@gluon.jit
+def _locate_chunk(dw_desc, k, SPLIT_DIM: gl.constexpr):
+    """Return the part in which columns of x lie, and the first of them there."""
+    if SPLIT_DIM == 2:
+        return k // dw_desc.shape[2], k % dw_desc.shape[2]
+    else:
+        return 0, k
+
+
+@gluon.jit
 def _locate_rows(offs_ptr, expert, R):
     """Return the end and the number of an expert's rows."""
     # Offsets are not checked on the host (that would synchronize); the bounds keep a wrong one inside the buffers.
@@ -110,8 +133,8 @@ def _take_tile(index, queue):
 @gluon.jit
 def _schedule(dw_desc, offs_ptr, R, parts, queue, ACCUMULATE: gl.constexpr, SPLIT_DIM: gl.constexpr):
     experts = dw_desc.shape[0] // parts
-    # Parts lie side by side: a tile may reach from one into the next.
-    tiles_N = gl.cdiv(dw_desc.shape[1] * (parts if SPLIT_DIM == 1 else 1), _BLOCK_N)
+    halves_N = gl.cdiv(dw_desc.shape[1], _HALF_N) * (parts if SPLIT_DIM == 1 else 1)
+    tiles_N = gl.cdiv(halves_N, 2)
     tiles_K = gl.cdiv(dw_desc.shape[2] * (parts if SPLIT_DIM == 2 else 1), _BLOCK_K)
     index = 0
     for tile in range(gl.program_id(0), experts * tiles_N * tiles_K, gl.num_programs(0)):
@@ -125,7 +148,7 @@ def _schedule(dw_desc, offs_ptr, R, parts, queue, ACCUMULATE: gl.constexpr, SPLI
 
 
 @gluon.jit
-def _load(dy_desc, x_desc, ring, queue):
+def _load(dy_desc, x_desc, dw_desc, ring, queue, SPLIT_DIM: gl.constexpr):
     dy_ring, x_ring, full, empty = ring
     nbytes: gl.constexpr = _BLOCK_R * (_BLOCK_N + _BLOCK_K) * 2
     slot = 0
@@ -133,14 +156,15 @@ def _load(dy_desc, x_desc, ring, queue):
     index = 0
     expert, n, k, end, rows = _take_tile(index, queue)
     while expert >= 0:
+        _, _, upper = _locate_half(dw_desc, n, SPLIT_DIM)
+        _, _, lower = _locate_half(dw_desc, n + _HALF_N, SPLIT_DIM)
         for r in range(0, rows, _BLOCK_R):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             mbarrier.expect(bar, nbytes)
             row = _ROWS - rows + r
-            for half in gl.static_range(2):
-                dy_half = dy_ring.index(slot * 2 + half)
-                _read_box(dy_desc, [_ROWS, end, row, n + half * _HALF_N], bar, dy_half)
+            _read_box(dy_desc, [_ROWS, end, row, upper], bar, dy_ring.index(slot * 2))
+            _read_box(dy_desc, [_ROWS, end, row, lower], bar, dy_ring.index(slot * 2 + 1))
             _read_box(x_desc, [_ROWS, end, row, k], bar, x_ring.index(slot))
             slot, phase = _next_slot(slot, phase)
         index += 1
@@ -148,39 +172,27 @@ def _load(dy_desc, x_desc, ring, queue):
 
 
 @gluon.jit
-def _store_chunk(dw_NK, buffer, dw_desc, expert, n, k, size, parts, ACCUMULATE: gl.constexpr, SPLIT_DIM: gl.constexpr):
+def _store_chunk(dw_NK, buffer, dw_desc, box, ACCUMULATE: gl.constexpr):
     buffer_NK = buffer.reshape([_HALF_N, _CHUNK_K])
-    layout: gl.constexpr = dw_NK.type.layout
     if ACCUMULATE:
-        dw_NK += buffer_NK.load(layout)
-    # Behind the end of a split dimension lie zeros, even where zero times NaN was summed.
-    if SPLIT_DIM == 1:
-        n_N = n + gl.arange(0, _HALF_N, gl.SliceLayout(1, layout))
-        dw_NK = gl.where(gl.expand_dims(n_N < size, 1), dw_NK, 0.0)
-    if SPLIT_DIM == 2:
-        k_K = k + gl.arange(0, _CHUNK_K, gl.SliceLayout(0, layout))
-        dw_NK = gl.where(gl.expand_dims(k_K < size, 0), dw_NK, 0.0)
+        dw_NK += buffer_NK.load(dw_NK.type.layout)
     buffer_NK.store(dw_NK.to(dw_desc.dtype))
     fence_async_shared()
     _barrier()
-    if SPLIT_DIM == 0:
-        _write_box(dw_desc, [expert, n, k], buffer)
-    else:
-        _write_parts(buffer, dw_desc, expert, n, k, parts, SPLIT_DIM)
+    _write_box(dw_desc, box, buffer)
 
 
 @gluon.jit
-def _write_parts(buffer, dw_desc, expert, n, k, parts, SPLIT_DIM: gl.constexpr):
-    """Write a box to every part that it reaches into: TMA leaves out what lies before or behind that part."""
-    experts = dw_desc.shape[0] // parts
-    chunk = dw_desc.shape[SPLIT_DIM]
-    begin = n if SPLIT_DIM == 1 else k
-    end = begin + (_HALF_N if SPLIT_DIM == 1 else _CHUNK_K)
-    for part in range(begin // chunk, gl.minimum(gl.cdiv(end, chunk), parts)):
-        if SPLIT_DIM == 1:
-            _write_box(dw_desc, [part * experts + expert, n - part * chunk, k], buffer)
-        else:
-            _write_box(dw_desc, [part * experts + expert, n, k - part * chunk], buffer)
+def _zero_padding(dw_NK, n, k, size, SPLIT_DIM: gl.constexpr):
+    """Put zeros behind the end of the split dimension, even where zero times NaN was summed; n, k come first."""
+    layout: gl.constexpr = dw_NK.type.layout
+    if SPLIT_DIM == 1:
+        n_N = n + gl.arange(0, dw_NK.shape[0], gl.SliceLayout(1, layout))
+        dw_NK = gl.where(gl.expand_dims(n_N < size, 1), dw_NK, 0.0)
+    if SPLIT_DIM == 2:
+        k_K = k + gl.arange(0, dw_NK.shape[1], gl.SliceLayout(0, layout))
+        dw_NK = gl.where(gl.expand_dims(k_K < size, 0), dw_NK, 0.0)
+    return dw_NK
 
 
 @gluon.jit
@@ -211,13 +223,18 @@ def _multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_K, 16])
     left = staging.index(half * 2)
     right = staging.index(half * 2 + 1)
+    experts = dw_desc.shape[0] // parts
     slot = 0
     phase = 0
     fetches = 0
     index = 0
     expert, n, k, _, rows = _take_tile(index, queue)
     while expert >= 0:
-        n += half * _HALF_N
+        part_N, row, n = _locate_half(dw_desc, n + half * _HALF_N, SPLIT_DIM)
+        left_part, left_column = _locate_chunk(dw_desc, k, SPLIT_DIM)
+        right_part, right_column = _locate_chunk(dw_desc, k + _CHUNK_K, SPLIT_DIM)
+        left_box = [(part_N + left_part) * experts + expert, row, left_column]
+        right_box = [(part_N + right_part) * experts + expert, row, right_column]
         dw_NK = gl.zeros([_HALF_N, _BLOCK_K], gl.float32, layout)
         previous = 0
         # Halfway through the products the last tile's store is done, and there is time for the old values to arrive.
@@ -228,8 +245,8 @@ def _multiply(
                     tma.store_wait(pendings=0)
                     _barrier()
                     mbarrier.expect(fetched, _HALF_N * _BLOCK_K * 4)
-                    _read_box(dw_desc, [expert, n, k], fetched, left)
-                    _read_box(dw_desc, [expert, n, k + _CHUNK_K], fetched, right)
+                    _read_box(dw_desc, left_box, fetched, left)
+                    _read_box(dw_desc, right_box, fetched, right)
             mbarrier.wait(full.index(slot), phase)
             dy_NR = dy_ring.index(slot * 2 + half).reshape([_BLOCK_R, _HALF_N]).permute((1, 0))
             x_RK = x_ring.index(slot).reshape([_BLOCK_R, _BLOCK_K])
@@ -249,9 +266,9 @@ def _multiply(
         else:
             tma.store_wait(pendings=0)
             _barrier()
-        left_NK, right_NK = _halve(dw_NK)
-        _store_chunk(left_NK, left, dw_desc, expert, n, k, size, parts, ACCUMULATE, SPLIT_DIM)
-        _store_chunk(right_NK, right, dw_desc, expert, n, k + _CHUNK_K, size, parts, ACCUMULATE, SPLIT_DIM)
+        left_NK, right_NK = _halve(_zero_padding(dw_NK, n, k, size, SPLIT_DIM))
+        _store_chunk(left_NK, left, dw_desc, left_box, ACCUMULATE)
+        _store_chunk(right_NK, right, dw_desc, right_box, ACCUMULATE)
         index += 1
         expert, n, k, _, rows = _take_tile(index, queue)
     tma.store_wait(pendings=0)
@@ -289,7 +306,7 @@ def _grouped_wgrad_gluon_kernel(
         [
             (_multiply, (0, dw_desc, size, parts, ring, queue, staging, fetched.index(0), ACCUMULATE, SPLIT_DIM)),
             (_multiply, (1, dw_desc, size, parts, ring, queue, staging, fetched.index(1), ACCUMULATE, SPLIT_DIM)),
-            (_load, (dy_desc, x_desc, ring, queue)),
+            (_load, (dy_desc, x_desc, dw_desc, ring, queue, SPLIT_DIM)),
             (_schedule, (dw_desc, offs_ptr, R, parts, queue, ACCUMULATE, SPLIT_DIM)),
         ],
         [4, 1, 1],
@@ -332,7 +349,7 @@ def grouped_wgrad_gluon(
     parts = dw.shape[0] if split_dim else 1
     dw = dw.flatten(0, -3)  # of every part and expert
     matrices, N, K = dw.shape
-    tiles_N = triton.cdiv(N * (parts if split_dim == 1 else 1), _BLOCK_N.value)
+    tiles_N = triton.cdiv(triton.cdiv(N, _HALF_N.value) * (parts if split_dim == 1 else 1), 2)
     tiles_K = triton.cdiv(K * (parts if split_dim == 2 else 1), _BLOCK_K.value)
     tiles = matrices // parts * tiles_N * tiles_K
     programs = min(tiles, torch.cuda.get_device_properties(dw.device).multi_processor_count)

@@ -29,7 +29,7 @@ def _cpu(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype, dim: int, 
 def _cuda(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype, dim: int, parts: int) -> Tensor:
     dw = _fake(dy, x, offs, out_dtype, dim, parts)
     if dw.numel():
-        choose_grouped_wgrad(dy, x, dw)(dy, x, offs, dw, accumulate=False, split_dim=dim)
+        choose_grouped_wgrad(dy, x, dw, dim)(dy, x, offs, dw, accumulate=False, split_dim=dim)
     return dw
 
 
