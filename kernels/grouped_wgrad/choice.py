@@ -10,7 +10,7 @@ from torch import Tensor
 _GLUON_TRITONS = ((3, 6),)
 
 _TMA_ALIGNMENT = 16  # bytes
-_CHUNK_K = 64  # columns that the Gluon kernel stores in one piece
+_PIECE = 64  # rows and columns that the Gluon kernel stores at once
 
 
 class Launcher(Protocol):
@@ -31,7 +31,7 @@ def choose_grouped_wgrad(dy: Tensor, x: Tensor, dw: Tensor, split_dim: int = 0) 
     their split: the two kernels sum in different orders, and ranks or steps must not differ by that.
     """
     # Imported on use: Triton exists on Linux only, and Gluon in some of its versions only.
-    if _has_gluon() and _is_hopper(dw.device) and _suits_tma(dy, x, dw) and _is_split_by_chunks(dw, split_dim):
+    if _has_gluon() and _is_hopper(dw.device) and _suits_tma(dy, x, dw) and _is_split_at_pieces(dw, split_dim):
         from gtp_compile.kernels.grouped_wgrad.gluon import grouped_wgrad_gluon
 
         return grouped_wgrad_gluon
@@ -62,8 +62,8 @@ def _suits_tma(dy: Tensor, x: Tensor, dw: Tensor) -> bool:
     return all(tensor.stride(-1) == 1 and _is_aligned(tensor) for tensor in (dy, x, dw)) and _has_rows_apart(dy, x)
 
 
-def _is_split_by_chunks(dw: Tensor, split_dim: int) -> bool:
-    return split_dim != 2 or dw.shape[-1] % _CHUNK_K == 0
+def _is_split_at_pieces(dw: Tensor, split_dim: int) -> bool:
+    return split_dim == 0 or dw.shape[1 + split_dim] % _PIECE == 0
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -10,8 +10,8 @@
 # One program per SM. Nothing keeps the two consumers in step, so that one stores its half of a tile while the other one
 # multiplies, and the producer runs ahead of both: products hide the stores and the loads.
 #
-# Split into W parts, dw is [W * E, C, K] or [W * E, N, C]. Each half tile of rows lies in one part: a part begins a new
-# half, and TMA leaves out what lies behind the part's end. Parts of columns are whole pieces of BLOCK_K / 2.
+# Split into W parts of C rows or columns, dw is [W * E, C, K] or [W * E, N, C]. What is stored in one piece has 64 rows
+# and columns; C is a multiple of that, so that each piece lies in one part.
 
 from functools import cache
 
@@ -68,23 +68,17 @@ def _locate_tile(tile, tiles_N, tiles_K):
 
 
 @gluon.jit
-def _locate_half(dw_desc, n, SPLIT_DIM: gl.constexpr):
-    """Return the part in which a half tile lies, its first row there, and the first column of dy that it takes."""
+def _locate_box(dw_desc, expert, n, k, parts, SPLIT_DIM: gl.constexpr):
+    """Return the coordinates in dw of a box that no part's border cuts."""
+    experts = dw_desc.shape[0] // parts
     if SPLIT_DIM == 1:
         rows = dw_desc.shape[1]
-        padded = gl.cdiv(rows, _HALF_N) * _HALF_N
-        return n // padded, n % padded, n // padded * rows + n % padded
+        return [n // rows * experts + expert, n % rows, k]
+    elif SPLIT_DIM == 2:
+        columns = dw_desc.shape[2]
+        return [k // columns * experts + expert, n, k % columns]
     else:
-        return 0, n, n
-
-
-@gluon.jit
-def _locate_chunk(dw_desc, k, SPLIT_DIM: gl.constexpr):
-    """Return the part in which columns of x lie, and the first of them there."""
-    if SPLIT_DIM == 2:
-        return k // dw_desc.shape[2], k % dw_desc.shape[2]
-    else:
-        return 0, k
+        return [expert, n, k]
 
 
 @gluon.jit
@@ -133,8 +127,7 @@ def _take_tile(index, queue):
 @gluon.jit
 def _schedule(dw_desc, offs_ptr, R, parts, queue, ACCUMULATE: gl.constexpr, SPLIT_DIM: gl.constexpr):
     experts = dw_desc.shape[0] // parts
-    halves_N = gl.cdiv(dw_desc.shape[1], _HALF_N) * (parts if SPLIT_DIM == 1 else 1)
-    tiles_N = gl.cdiv(halves_N, 2)
+    tiles_N = gl.cdiv(dw_desc.shape[1] * (parts if SPLIT_DIM == 1 else 1), _BLOCK_N)
     tiles_K = gl.cdiv(dw_desc.shape[2] * (parts if SPLIT_DIM == 2 else 1), _BLOCK_K)
     index = 0
     for tile in range(gl.program_id(0), experts * tiles_N * tiles_K, gl.num_programs(0)):
@@ -148,7 +141,7 @@ def _schedule(dw_desc, offs_ptr, R, parts, queue, ACCUMULATE: gl.constexpr, SPLI
 
 
 @gluon.jit
-def _load(dy_desc, x_desc, dw_desc, ring, queue, SPLIT_DIM: gl.constexpr):
+def _load(dy_desc, x_desc, ring, queue):
     dy_ring, x_ring, full, empty = ring
     nbytes: gl.constexpr = _BLOCK_R * (_BLOCK_N + _BLOCK_K) * 2
     slot = 0
@@ -156,15 +149,14 @@ def _load(dy_desc, x_desc, dw_desc, ring, queue, SPLIT_DIM: gl.constexpr):
     index = 0
     expert, n, k, end, rows = _take_tile(index, queue)
     while expert >= 0:
-        _, _, upper = _locate_half(dw_desc, n, SPLIT_DIM)
-        _, _, lower = _locate_half(dw_desc, n + _HALF_N, SPLIT_DIM)
         for r in range(0, rows, _BLOCK_R):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             mbarrier.expect(bar, nbytes)
             row = _ROWS - rows + r
-            _read_box(dy_desc, [_ROWS, end, row, upper], bar, dy_ring.index(slot * 2))
-            _read_box(dy_desc, [_ROWS, end, row, lower], bar, dy_ring.index(slot * 2 + 1))
+            for half in gl.static_range(2):
+                dy_half = dy_ring.index(slot * 2 + half)
+                _read_box(dy_desc, [_ROWS, end, row, n + half * _HALF_N], bar, dy_half)
             _read_box(x_desc, [_ROWS, end, row, k], bar, x_ring.index(slot))
             slot, phase = _next_slot(slot, phase)
         index += 1
@@ -223,18 +215,15 @@ def _multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_K, 16])
     left = staging.index(half * 2)
     right = staging.index(half * 2 + 1)
-    experts = dw_desc.shape[0] // parts
     slot = 0
     phase = 0
     fetches = 0
     index = 0
     expert, n, k, _, rows = _take_tile(index, queue)
     while expert >= 0:
-        part_N, row, n = _locate_half(dw_desc, n + half * _HALF_N, SPLIT_DIM)
-        left_part, left_column = _locate_chunk(dw_desc, k, SPLIT_DIM)
-        right_part, right_column = _locate_chunk(dw_desc, k + _CHUNK_K, SPLIT_DIM)
-        left_box = [(part_N + left_part) * experts + expert, row, left_column]
-        right_box = [(part_N + right_part) * experts + expert, row, right_column]
+        n += half * _HALF_N
+        left_box = _locate_box(dw_desc, expert, n, k, parts, SPLIT_DIM)
+        right_box = _locate_box(dw_desc, expert, n, k + _CHUNK_K, parts, SPLIT_DIM)
         dw_NK = gl.zeros([_HALF_N, _BLOCK_K], gl.float32, layout)
         previous = 0
         # Halfway through the products the last tile's store is done, and there is time for the old values to arrive.
@@ -306,7 +295,7 @@ def _grouped_wgrad_gluon_kernel(
         [
             (_multiply, (0, dw_desc, size, parts, ring, queue, staging, fetched.index(0), ACCUMULATE, SPLIT_DIM)),
             (_multiply, (1, dw_desc, size, parts, ring, queue, staging, fetched.index(1), ACCUMULATE, SPLIT_DIM)),
-            (_load, (dy_desc, x_desc, dw_desc, ring, queue, SPLIT_DIM)),
+            (_load, (dy_desc, x_desc, ring, queue)),
             (_schedule, (dw_desc, offs_ptr, R, parts, queue, ACCUMULATE, SPLIT_DIM)),
         ],
         [4, 1, 1],
@@ -340,7 +329,7 @@ def grouped_wgrad_gluon(
 ) -> None:
     """Store in dw [E, N, K], or add to it, `dy_e^T @ x_e` of dy [R, N], x [R, K] and offs [E] int32.
 
-    With split_dim, store in the parts of dw: contiguous [W, E, c, K] (1) or [W, E, N, c] (2).
+    With split_dim, store in the parts of dw: contiguous [W, E, c, K] (1) or [W, E, N, c] (2), c a multiple of 64.
     """
     if dy.shape[0] == 0:  # nothing to describe
         if not accumulate:
@@ -349,7 +338,7 @@ def grouped_wgrad_gluon(
     parts = dw.shape[0] if split_dim else 1
     dw = dw.flatten(0, -3)  # of every part and expert
     matrices, N, K = dw.shape
-    tiles_N = triton.cdiv(triton.cdiv(N, _HALF_N.value) * (parts if split_dim == 1 else 1), 2)
+    tiles_N = triton.cdiv(N * (parts if split_dim == 1 else 1), _BLOCK_N.value)
     tiles_K = triton.cdiv(K * (parts if split_dim == 2 else 1), _BLOCK_K.value)
     tiles = matrices // parts * tiles_N * tiles_K
     programs = min(tiles, torch.cuda.get_device_properties(dw.device).multi_processor_count)

@@ -51,13 +51,13 @@ def test_is_the_whole_gradient_cut(case: Case, dtype: torch.dtype, dim: int, dev
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
 def test_has_the_bits_of_the_whole_one(out_dtype: torch.dtype, dim: int, device: str) -> None:
-    case = Case("", (10, 0, 161, 28, 0, 5), n=72, k=192, tail=19)
+    case = Case("", (10, 0, 161, 28, 0, 5), n=192, k=192, tail=19)
     dy, x = operands(case, torch.bfloat16, device)
     whole = grouped_wgrad(dy, x, case.offs(device), out_dtype=out_dtype)
     for parts in (2, 3, 5):
         dw = grouped_wgrad_parts(dy, x, case.offs(device), dim, parts, out_dtype=out_dtype)
         expected = cut_into_parts(whole, dim, parts)
-        if device == "cuda" and dim == 2 and parts != 3:  # parts of 96 and 39 columns: TMA stores pieces of 64
+        if device == "cuda" and parts != 3:  # parts of 96 or 39: the Gluon kernel stores pieces of 64
             assert relative_error(dw, expected) <= (1e-5 if out_dtype == torch.float32 else 1e-2)
         else:
             assert torch.equal(dw, expected)
