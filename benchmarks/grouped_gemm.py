@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from shapes import PEAK_BYTES, PEAK_FLOPS, SHAPES, Shape, interleaved, offsets, split, versions
 from torch import Tensor
 
-from gtp_compile.kernels import grouped_wgrad, grouped_wgrad_add_
+from gtp_compile.kernels import grouped_wgrad, grouped_wgrad_add_, grouped_wgrad_parts
 from gtp_compile.kernels.grouped_wgrad.choice import choose_grouped_wgrad
 from gtp_compile.kernels.grouped_wgrad.triton import grouped_wgrad_triton
 
@@ -76,6 +76,12 @@ class Cell:
         for e in self.filled:
             torch.mm(self.dy[self.rows[e]].t(), self.x[self.rows[e]], out_dtype=torch.float32, out=self.dw[e])
 
+    def parts(self, dim: int, ranks: int) -> Tensor:
+        return grouped_wgrad_parts(self.dy, self.x, self.offs, dim, ranks, out_dtype=torch.float32)
+
+    def packed(self, ranks: int) -> Tensor:
+        return self.ours().view(self.E, ranks, -1, self.K).transpose(0, 1).contiguous()
+
     # Candidates that add
 
     def ours_add(self) -> None:
@@ -130,6 +136,32 @@ def check(cell: Cell, store: Callable[[], Tensor], add: Callable[[], None]) -> t
     )
     assert max(stored, added) <= 2e-5, f"errors {stored} and {added}"
     return stored, added
+
+
+def measure_parts(cell: Cell) -> list[str]:
+    """Check and time what a reduce-scatter over 2 or 8 ranks sends; return the cell's row."""
+    whole = cell.ours()
+    for ranks in (2, 8):
+        assert torch.equal(cell.parts(1, ranks), cell.packed(ranks)), "parts of rows differ from the packed gradient"
+        columns = cell.parts(2, ranks)
+        for part, want in zip(columns, whole.chunk(ranks, 2), strict=True):
+            assert torch.equal(part, want), "parts of columns differ"
+    del whole, columns, part, want
+    ms = interleaved(
+        {
+            "whole": cell.ours,
+            "rows, W = 2": lambda: cell.parts(1, 2),
+            "rows, W = 8": lambda: cell.parts(1, 8),
+            "columns, W = 8": lambda: cell.parts(2, 8),
+            "whole, then packed, W = 8": lambda: cell.packed(8),
+        }
+    )
+    return [cell.name, *(f"{t:.3g}" for t in ms.values()), f"{ms['rows, W = 8'] / ms['whole']:.3g}"]
+
+
+PARTS_COLUMNS = [
+    "cell", "whole", "rows, W = 2", "rows, W = 8", "columns, W = 8", "whole, then packed, W = 8", "rows, W = 8 / whole",
+]  # fmt: skip
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -213,6 +245,10 @@ def print_table(title: str, rivals: tuple[str, ...], rest: list[str], rows: list
         "op / best rival",
         "error",
     ]
+    print_rows(title, columns, rows)
+
+
+def print_rows(title: str, columns: list[str], rows: list[list[str]]) -> None:
     print(f"\n{title}\n")
     for line in (columns, ["---"] * len(columns), *rows):
         print("| " + " | ".join(line) + " |")
@@ -221,22 +257,27 @@ def print_table(title: str, rivals: tuple[str, ...], rest: list[str], rows: list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--parts", action="store_true", help="only what a reduce-scatter sends")
     args = parser.parse_args()
     inductor = inductor_template()
-    fresh, adds, chosen = [], [], set()
+    fresh, adds, parts, chosen = [], [], [], set()
     for name in args.shapes:
         for layer in ("fc1", "fc2"):
             torch._dynamo.reset()
             for kind in ("balanced", "zipf"):
                 cell = Cell(name, SHAPES[name], layer, kind)
                 chosen.add(choose_grouped_wgrad(cell.dy, cell.x, cell.dw).__name__)
-                for rows, line in zip((fresh, adds), measure(cell, inductor), strict=True):
-                    rows.append(line)
+                parts.append(measure_parts(cell))
+                if not args.parts:
+                    for rows, line in zip((fresh, adds), measure(cell, inductor), strict=True):
+                        rows.append(line)
                 del cell
                 torch.cuda.empty_cache()
     print(f"{versions()}; the op ran {', '.join(sorted(chosen))}; ms")
-    print_table("Fresh float32 gradients", FRESH_RIVALS, ["grouped_mm bf16"], fresh)
-    print_table("Added to float32 main_grad", ADD_RIVALS, [], adds)
+    if not args.parts:
+        print_table("Fresh float32 gradients", FRESH_RIVALS, ["grouped_mm bf16"], fresh)
+        print_table("Added to float32 main_grad", ADD_RIVALS, [], adds)
+    print_rows("Stored in the order of a reduce-scatter over W ranks", PARTS_COLUMNS, parts)
 
 
 if __name__ == "__main__":

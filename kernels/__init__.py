@@ -9,6 +9,7 @@ from gtp_compile.kernels.dense_wgrad import dense_wgrad, dense_wgrad_into
 from gtp_compile.kernels.grouped_linear import grouped_linear
 from gtp_compile.kernels.grouped_wgrad import grouped_wgrad, grouped_wgrad_into
 from gtp_compile.kernels.grouped_wgrad_add import grouped_wgrad_add_
+from gtp_compile.kernels.grouped_wgrad_parts import grouped_wgrad_parts
 
 __all__ = [
     "dense_wgrad",
@@ -17,4 +18,5 @@ __all__ = [
     "grouped_wgrad",
     "grouped_wgrad_add_",
     "grouped_wgrad_into",
+    "grouped_wgrad_parts",
 ]

@@ -8,13 +8,15 @@ travels, the padding is cut just behind, and another dim is brought to the front
     gather    [E, n, K] -> pad [E, c, K] -> all_gather [W*E, c, K] -> view [W, E, c, K] -> [E, W*c, K] -> cut [E, N, K]
     reduce    [E, N, K] -> pad [E, W*c, K] -> [W, E, c, K] -> reduce_scatter [E, c, K] -> cut [E, n, K]
 
+Whoever computes a gradient may store it as [W, E, c, K] at once (see `emit_reduce`).
+
 A group of several discrete weights is stacked along a new dim 0 first, so it costs one collective, not one a weight.
 On a mesh with replica dims the reduced shard is all-reduced over each of them, in the mesh's order.
 """
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,7 @@ __all__ = [
     "dry_collectives",
     "emit_cast",
     "emit_gather",
+    "emit_pack",
     "emit_reduce",
     "emit_stack",
     "emit_unstack",
@@ -175,16 +178,30 @@ def emit_gather(emit: Emit, shards: Sequence[Any], layout: Layout, param_dtype: 
     return _contiguous(emit, _cut(emit, gathered, dim, layout.full_size))
 
 
-def emit_reduce(emit: Emit, grad: Any, shards: Sequence[Any], layout: Layout, grad_dtype: torch.dtype) -> list[Any]:
+def emit_pack(emit: Emit, grad: Any, dim: int, layout: Layout) -> Any:
+    """`grad` with the ranks' parts of `dim`, padded to equal size, one behind the other along dim 0; contiguous."""
+    size = layout.shards
+    return _scatter_ready(emit, _padded(emit, grad, dim, size * layout.chunk), dim, size)
+
+
+def emit_reduce(
+    emit: Emit,
+    grad: Any,
+    shards: Sequence[Any],
+    layout: Layout,
+    grad_dtype: torch.dtype,
+    pack: Callable[[Emit, Any, int, Layout], Any] = emit_pack,
+) -> list[Any]:
     """The reduced gradients of a group's members, each of its shard's shape, in `grad_dtype`, the dtype of the sum.
 
-    `grad` is `[*full]`, or `[members, *full]` for several members, in any dtype: it is cast before it travels.
+    `grad` is `[*full]`, or `[members, *full]` for several members, in any dtype: it is cast before it travels. `pack`
+    says how it comes into the order in which the ranks' parts travel.
     """
     grad = emit_cast(emit, grad, grad_dtype)
     size, op = layout.shards, layout.reduce_op
     if size > 1:
         dim = layout.dim + (len(shards) > 1)
-        ready = _scatter_ready(emit, _padded(emit, grad, dim, size * layout.chunk), dim, size)
+        ready = pack(emit, grad, dim, layout)
         grad = emit(c10d.reduce_scatter_tensor.default, ready, op, size, layout.group_names[0])
         grad = emit(c10d.wait_tensor.default, grad)
         grad = _cut(emit, grad, dim, emit.value(shards[0]).shape[layout.dim])

@@ -8,6 +8,8 @@ After:   shard f32[N/W, K] -> convert -> bf16[N/W, K] -> all_gather -> wait -> b
 1. Dead anchors go first: a dead gather and its wait would stay in the graph for ever.
 2. Each materialization becomes its gather (replicated weights: a cast), noted as `GatherNote`.
 3. Each gradient anchor becomes one reduction for all members whose gradient is wanted, in the dtype the gradient has.
+   Where it comes straight from our grouped GEMM, that stores it in the order in which the ranks' parts travel:
+   `grouped_wgrad [E, N, K] -> view, permute, clone` becomes `grouped_wgrad_parts [W, E, N/W, K]`.
 4. A member with a main_grad gets `add(main_grad, reduced)` in its gradient's place, noted as `AccumulateNote`; the
    mutation itself waits until there is a backward graph (`accumulate_main_grads`).
 
@@ -17,19 +19,30 @@ its wait.
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from gtp_compile.passes.anchors import Finalize, Materialize
 from gtp_compile.passes.base import NOTE, PassContext, PassReport
-from gtp_compile.passes.collective_ops import emit_cast, emit_gather, emit_reduce, emit_stack, emit_unstack
-from gtp_compile.passes.emit import GraphEmit, insert_call
+from gtp_compile.passes.collective_ops import (
+    Layout,
+    emit_cast,
+    emit_gather,
+    emit_pack,
+    emit_reduce,
+    emit_stack,
+    emit_unstack,
+)
+from gtp_compile.passes.emit import Emit, GraphEmit, insert_call
+from gtp_compile.passes.gemm_forms import GemmNote, transposed
 
 __all__ = ["AccumulateNote", "GatherNote", "ReduceNote", "insert_collectives"]
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+gtp = torch.ops.gtp
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +107,7 @@ def _lower_finalize(graph: fx.Graph, anchor: Finalize, positions: dict[fx.Node, 
             grad = emit_stack(emit, emit_unstack(emit, grad, members))
         # The wire has the dtype that retype_wgrads gave the gradient; what the rule asks is checked after this pass.
         shards = [anchor.shards[i] for i in members]
-        reduced = emit_reduce(emit, grad, shards, anchor.layout, grad.meta["val"].dtype)
+        reduced = emit_reduce(emit, grad, shards, anchor.layout, grad.meta["val"].dtype, _pack_in_gemm)
         inputs = tuple(positions[s] for s in anchor.shards)
         for node in emit.nodes:
             if node.target in (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default):
@@ -111,6 +124,22 @@ def _lower_finalize(graph: fx.Graph, anchor: Finalize, positions: dict[fx.Node, 
                 # The accumulator changes between forward and backward by design, also under saved-tensor hooks.
                 main_grad.meta["saved_tensor_with_no_vc_check"] = True
     return sums
+
+
+def _pack_in_gemm(emit: Emit, grad: fx.Node, dim: int, layout: Layout) -> Any:
+    """`emit_pack`, but a grouped wgrad that nothing else reads is computed in that order, which saves the copy."""
+    gemm = transposed(grad) or grad
+    is_alone = len(grad.users) == len(gemm.users) == 1
+    if gemm.target is not gtp.grouped_wgrad.default or not is_alone or dim == 0:
+        return emit_pack(emit, grad, dim, layout)
+    dy, x, offs, dtype = gemm.args
+    if gemm is not grad:  # the stack is kept as [E, K, N]
+        dy, x = x, dy
+    parts = emit(gtp.grouped_wgrad_parts.default, dy, x, offs, dtype, dim, layout.shards)
+    if isinstance(gemm.meta.get(NOTE), GemmNote):
+        parts.meta[NOTE] = gemm.meta[NOTE]
+    ranks, experts, *rest = emit.value(parts).shape
+    return emit(aten.view.default, parts, [ranks * experts, *rest])
 
 
 def _gradient_output(item: fx.Node) -> fx.Node | None:

@@ -42,9 +42,9 @@ IN_ISSUE = [
 JOINT = [p.__name__ for p in JOINT_PASSES]
 # What computes a gradient: everything between one of these and its reduction is the gradient itself.
 SOURCES = {
-    gtp.dense_wgrad.default, gtp.grouped_wgrad.default, gtp.widen.default, aten.sum.dim_IntList,
-    aten.index_put.default, aten._unsafe_index_put.default, aten._unsafe_masked_index_put_accumulate.default,
-    aten.index_add.default, aten.embedding_dense_backward.default,
+    gtp.dense_wgrad.default, gtp.grouped_wgrad.default, gtp.grouped_wgrad_parts.default, gtp.widen.default,
+    aten.sum.dim_IntList, aten.index_put.default, aten._unsafe_index_put.default,
+    aten._unsafe_masked_index_put_accumulate.default, aten.index_add.default, aten.embedding_dense_backward.default,
 }  # fmt: skip
 COLLECTIVES = (
     c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_reduce.default,

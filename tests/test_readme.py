@@ -69,7 +69,7 @@ def test_the_excerpt_shows_the_rewrite():
     before, after = render_excerpt().split(f"# after {LAST}")
     assert "bf16[2, 8, 4] = gtp.grouped_wgrad" in before
     assert "gtp.finalize" in before
-    assert "f32[2, 8, 4] = gtp.grouped_wgrad" in after
+    assert "f32[2, 2, 4, 4] = gtp.grouped_wgrad_parts" in after  # [ranks, experts, out / ranks, in]
     assert after.count("reduce_scatter_tensor(") == 1
     assert after.count("aten.add(") == 2  # one main_grad for each expert
     assert "gtp.finalize" not in after

@@ -10,22 +10,28 @@ from torch import Tensor
 _GLUON_TRITONS = ((3, 6),)
 
 _TMA_ALIGNMENT = 16  # bytes
+_PIECE = 64  # rows and columns that the Gluon kernel stores at once
 
 
 class Launcher(Protocol):
-    """Stores in dw [E, N, K], or adds to it, `dy_e^T @ x_e` of dy [R, N], x [R, K] and offs [E] int32."""
+    """Stores in dw [E, N, K], or adds to it, `dy_e^T @ x_e` of dy [R, N], x [R, K] and offs [E] int32.
 
-    def __call__(self, dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool) -> None: ...
+    With split_dim, it stores in parts: dw is contiguous [W, E, c, K] (1) or [W, E, N, c] (2), zeros behind the end.
+    """
+
+    def __call__(
+        self, dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool, split_dim: int = 0
+    ) -> None: ...
 
 
-def choose_grouped_wgrad(dy: Tensor, x: Tensor, dw: Tensor) -> Launcher:
-    """Return the kernel for these operands.
+def choose_grouped_wgrad(dy: Tensor, x: Tensor, dw: Tensor, split_dim: int = 0) -> Launcher:
+    """Return the kernel for these operands; split_dim as for the `Launcher`.
 
     It depends on the GPU, the installed Triton, dtypes, strides and alignment, and on neither the number of rows nor
     their split: the two kernels sum in different orders, and ranks or steps must not differ by that.
     """
     # Imported on use: Triton exists on Linux only, and Gluon in some of its versions only.
-    if _has_gluon() and _is_hopper(dw.device) and _suits_tma(dy, x, dw):
+    if _has_gluon() and _is_hopper(dw.device) and _suits_tma(dy, x, dw) and _is_split_at_pieces(dw, split_dim):
         from gtp_compile.kernels.grouped_wgrad.gluon import grouped_wgrad_gluon
 
         return grouped_wgrad_gluon
@@ -54,6 +60,10 @@ def _suits_tma(dy: Tensor, x: Tensor, dw: Tensor) -> bool:
     if dw.shape[-1] % 8:
         return False
     return all(tensor.stride(-1) == 1 and _is_aligned(tensor) for tensor in (dy, x, dw)) and _has_rows_apart(dy, x)
+
+
+def _is_split_at_pieces(dw: Tensor, split_dim: int) -> bool:
+    return split_dim == 0 or dw.shape[1 + split_dim] % _PIECE == 0
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -9,6 +9,9 @@
 #
 # One program per SM. Nothing keeps the two consumers in step, so that one stores its half of a tile while the other one
 # multiplies, and the producer runs ahead of both: products hide the stores and the loads.
+#
+# Split into W parts of C rows or columns, dw is [W * E, C, K] or [W * E, N, C]. What is stored in one piece has 64 rows
+# and columns; C is a multiple of that, so that each piece lies in one part.
 
 from functools import cache
 
@@ -65,6 +68,20 @@ def _locate_tile(tile, tiles_N, tiles_K):
 
 
 @gluon.jit
+def _locate_box(dw_desc, expert, n, k, parts, SPLIT_DIM: gl.constexpr):
+    """Return the coordinates in dw of a box that no part's border cuts."""
+    experts = dw_desc.shape[0] // parts
+    if SPLIT_DIM == 1:
+        rows = dw_desc.shape[1]
+        return [n // rows * experts + expert, n % rows, k]
+    elif SPLIT_DIM == 2:
+        columns = dw_desc.shape[2]
+        return [k // columns * experts + expert, n, k % columns]
+    else:
+        return [expert, n, k]
+
+
+@gluon.jit
 def _locate_rows(offs_ptr, expert, R):
     """Return the end and the number of an expert's rows."""
     # Offsets are not checked on the host (that would synchronize); the bounds keep a wrong one inside the buffers.
@@ -108,11 +125,12 @@ def _take_tile(index, queue):
 
 
 @gluon.jit
-def _schedule(dw_desc, offs_ptr, R, queue, ACCUMULATE: gl.constexpr):
-    tiles_N = gl.cdiv(dw_desc.shape[1], _BLOCK_N)
-    tiles_K = gl.cdiv(dw_desc.shape[2], _BLOCK_K)
+def _schedule(dw_desc, offs_ptr, R, parts, queue, ACCUMULATE: gl.constexpr, SPLIT_DIM: gl.constexpr):
+    experts = dw_desc.shape[0] // parts
+    tiles_N = gl.cdiv(dw_desc.shape[1] * (parts if SPLIT_DIM == 1 else 1), _BLOCK_N)
+    tiles_K = gl.cdiv(dw_desc.shape[2] * (parts if SPLIT_DIM == 2 else 1), _BLOCK_K)
     index = 0
-    for tile in range(gl.program_id(0), dw_desc.shape[0] * tiles_N * tiles_K, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), experts * tiles_N * tiles_K, gl.num_programs(0)):
         expert, n, k = _locate_tile(tile, tiles_N, tiles_K)
         end, rows = _locate_rows(offs_ptr, expert, R)
         # Adding nothing is left out; a fresh gradient of an expert without rows has zeros to store.
@@ -146,14 +164,27 @@ def _load(dy_desc, x_desc, ring, queue):
 
 
 @gluon.jit
-def _store_chunk(dw_NK, buffer, dw_desc, expert, n, k, ACCUMULATE: gl.constexpr):
+def _store_chunk(dw_NK, buffer, dw_desc, box, ACCUMULATE: gl.constexpr):
     buffer_NK = buffer.reshape([_HALF_N, _CHUNK_K])
     if ACCUMULATE:
         dw_NK += buffer_NK.load(dw_NK.type.layout)
     buffer_NK.store(dw_NK.to(dw_desc.dtype))
     fence_async_shared()
     _barrier()
-    _write_box(dw_desc, [expert, n, k], buffer)
+    _write_box(dw_desc, box, buffer)
+
+
+@gluon.jit
+def _zero_padding(dw_NK, n, k, size, SPLIT_DIM: gl.constexpr):
+    """Put zeros behind the end of the split dimension, even where zero times NaN was summed; n, k come first."""
+    layout: gl.constexpr = dw_NK.type.layout
+    if SPLIT_DIM == 1:
+        n_N = n + gl.arange(0, dw_NK.shape[0], gl.SliceLayout(1, layout))
+        dw_NK = gl.where(gl.expand_dims(n_N < size, 1), dw_NK, 0.0)
+    if SPLIT_DIM == 2:
+        k_K = k + gl.arange(0, dw_NK.shape[1], gl.SliceLayout(0, layout))
+        dw_NK = gl.where(gl.expand_dims(k_K < size, 0), dw_NK, 0.0)
+    return dw_NK
 
 
 @gluon.jit
@@ -168,7 +199,18 @@ def _halve(dw_NK):
 
 
 @gluon.jit
-def _multiply(half: gl.constexpr, dw_desc, ring, queue, staging, fetched, ACCUMULATE: gl.constexpr):
+def _multiply(
+    half: gl.constexpr,
+    dw_desc,
+    size,
+    parts,
+    ring,
+    queue,
+    staging,
+    fetched,
+    ACCUMULATE: gl.constexpr,
+    SPLIT_DIM: gl.constexpr,
+):
     dy_ring, x_ring, full, empty = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_K, 16])
     left = staging.index(half * 2)
@@ -180,6 +222,8 @@ def _multiply(half: gl.constexpr, dw_desc, ring, queue, staging, fetched, ACCUMU
     expert, n, k, _, rows = _take_tile(index, queue)
     while expert >= 0:
         n += half * _HALF_N
+        left_box = _locate_box(dw_desc, expert, n, k, parts, SPLIT_DIM)
+        right_box = _locate_box(dw_desc, expert, n, k + _CHUNK_K, parts, SPLIT_DIM)
         dw_NK = gl.zeros([_HALF_N, _BLOCK_K], gl.float32, layout)
         previous = 0
         # Halfway through the products the last tile's store is done, and there is time for the old values to arrive.
@@ -190,8 +234,8 @@ def _multiply(half: gl.constexpr, dw_desc, ring, queue, staging, fetched, ACCUMU
                     tma.store_wait(pendings=0)
                     _barrier()
                     mbarrier.expect(fetched, _HALF_N * _BLOCK_K * 4)
-                    _read_box(dw_desc, [expert, n, k], fetched, left)
-                    _read_box(dw_desc, [expert, n, k + _CHUNK_K], fetched, right)
+                    _read_box(dw_desc, left_box, fetched, left)
+                    _read_box(dw_desc, right_box, fetched, right)
             mbarrier.wait(full.index(slot), phase)
             dy_NR = dy_ring.index(slot * 2 + half).reshape([_BLOCK_R, _HALF_N]).permute((1, 0))
             x_RK = x_ring.index(slot).reshape([_BLOCK_R, _BLOCK_K])
@@ -211,16 +255,18 @@ def _multiply(half: gl.constexpr, dw_desc, ring, queue, staging, fetched, ACCUMU
         else:
             tma.store_wait(pendings=0)
             _barrier()
-        left_NK, right_NK = _halve(dw_NK)
-        _store_chunk(left_NK, left, dw_desc, expert, n, k, ACCUMULATE)
-        _store_chunk(right_NK, right, dw_desc, expert, n, k + _CHUNK_K, ACCUMULATE)
+        left_NK, right_NK = _halve(_zero_padding(dw_NK, n, k, size, SPLIT_DIM))
+        _store_chunk(left_NK, left, dw_desc, left_box, ACCUMULATE)
+        _store_chunk(right_NK, right, dw_desc, right_box, ACCUMULATE)
         index += 1
         expert, n, k, _, rows = _take_tile(index, queue)
     tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["R"])
-def _grouped_wgrad_gluon_kernel(dy_desc, x_desc, dw_desc, offs_ptr, R, ACCUMULATE: gl.constexpr):
+@gluon.jit(do_not_specialize=["R", "parts"])
+def _grouped_wgrad_gluon_kernel(
+    dy_desc, x_desc, dw_desc, offs_ptr, R, parts, ACCUMULATE: gl.constexpr, SPLIT_DIM: gl.constexpr
+):
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     dy_ring = gl.allocate_shared_memory(dy_desc.dtype, [_STAGES * 2, 1, 1, _BLOCK_R, _HALF_N], dy_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [_STAGES, 1, 1, _BLOCK_R, _BLOCK_K], x_desc.layout)
@@ -243,13 +289,14 @@ def _grouped_wgrad_gluon_kernel(dy_desc, x_desc, dw_desc, offs_ptr, R, ACCUMULAT
 
     ring = (dy_ring, x_ring, ring_full, ring_empty)
     queue = (fields, queue_full, queue_empty)
+    size = x_desc.shape[3] if SPLIT_DIM == 2 else dy_desc.shape[3]
     # The tuples stand in the call: through a variable, constants would become values of the run.
     gl.warp_specialize(
         [
-            (_multiply, (0, dw_desc, ring, queue, staging, fetched.index(0), ACCUMULATE)),
-            (_multiply, (1, dw_desc, ring, queue, staging, fetched.index(1), ACCUMULATE)),
+            (_multiply, (0, dw_desc, size, parts, ring, queue, staging, fetched.index(0), ACCUMULATE, SPLIT_DIM)),
+            (_multiply, (1, dw_desc, size, parts, ring, queue, staging, fetched.index(1), ACCUMULATE, SPLIT_DIM)),
             (_load, (dy_desc, x_desc, ring, queue)),
-            (_schedule, (dw_desc, offs_ptr, R, queue, ACCUMULATE)),
+            (_schedule, (dw_desc, offs_ptr, R, parts, queue, ACCUMULATE, SPLIT_DIM)),
         ],
         [4, 1, 1],
         [_CONSUMER_REGISTERS, _HELPER_REGISTERS, _HELPER_REGISTERS],
@@ -277,22 +324,33 @@ def _swizzled(itemsize: int, rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(128, element_bitwidth=8 * itemsize, rank=rank)
 
 
-def grouped_wgrad_gluon(dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool) -> None:
-    """Store in dw [E, N, K], or add to it, `dy_e^T @ x_e` of dy [R, N], x [R, K] and offs [E] int32."""
+def grouped_wgrad_gluon(
+    dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool, split_dim: int = 0
+) -> None:
+    """Store in dw [E, N, K], or add to it, `dy_e^T @ x_e` of dy [R, N], x [R, K] and offs [E] int32.
+
+    With split_dim, store in the parts of dw: contiguous [W, E, c, K] (1) or [W, E, N, c] (2), c a multiple of 64.
+    """
     if dy.shape[0] == 0:  # nothing to describe
         if not accumulate:
             dw.zero_()
         return
-    E, N, K = dw.shape
-    tiles = E * triton.cdiv(N, _BLOCK_N.value) * triton.cdiv(K, _BLOCK_K.value)
+    parts = dw.shape[0] if split_dim else 1
+    dw = dw.flatten(0, -3)  # of every part and expert
+    matrices, N, K = dw.shape
+    tiles_N = triton.cdiv(N * (parts if split_dim == 1 else 1), _BLOCK_N.value)
+    tiles_K = triton.cdiv(K * (parts if split_dim == 2 else 1), _BLOCK_K.value)
+    tiles = matrices // parts * tiles_N * tiles_K
     programs = min(tiles, torch.cuda.get_device_properties(dw.device).multi_processor_count)
     with torch.cuda.device_of(dw):
         _grouped_wgrad_gluon_kernel[(programs,)](
             _describe_rows(dy, _HALF_N.value),
             _describe_rows(x, _BLOCK_K.value),
-            _describe(dw, [E, N, K], list(dw.stride()), [1, _HALF_N.value, _CHUNK_K.value]),
+            _describe(dw, [matrices, N, K], list(dw.stride()), [1, _HALF_N.value, _CHUNK_K.value]),
             offs.contiguous(),
             dy.shape[0],
+            parts,
             ACCUMULATE=accumulate,
+            SPLIT_DIM=split_dim,
             num_warps=4,
         )

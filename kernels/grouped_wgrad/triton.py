@@ -40,7 +40,11 @@ def _grouped_wgrad_kernel(
     stride_dw_E,
     stride_dw_N,
     stride_dw_K,
+    parts,
+    chunk,
+    stride_dw_W,
     ACCUMULATE: tl.constexpr,
+    SPLIT_DIM: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -48,8 +52,11 @@ def _grouped_wgrad_kernel(
     INTERPRETED: tl.constexpr,
     TABLE_OF: tl.constexpr,
 ):
-    tiles_N = tl.cdiv(N, BLOCK_N)
-    tiles_K = tl.cdiv(K, BLOCK_K)
+    # The parts' common size is the size rounded up, so what is stored may be larger than what is computed.
+    stored_N = parts * chunk if SPLIT_DIM == 1 else N
+    stored_K = parts * chunk if SPLIT_DIM == 2 else K
+    tiles_N = tl.cdiv(stored_N, BLOCK_N)
+    tiles_K = tl.cdiv(stored_K, BLOCK_K)
     expert = tl.program_id(0) // (tiles_N * tiles_K)
     tile = tl.program_id(0) % (tiles_N * tiles_K)
     tile_N, tile_K = tl.swizzle2d(tile // tiles_K, tile % tiles_K, tiles_N, tiles_K, BAND)
@@ -77,24 +84,36 @@ def _grouped_wgrad_kernel(
             x_RK = x_RK.to(tl.float32)
         dw_NK = tl.dot(tl.trans(dy_RN), x_RK, acc=dw_NK, input_precision="ieee")
 
+    # Behind the end of a split dimension lie zeros, even where zero times NaN was summed.
+    dw_NK = tl.where(mask_N[:, None] & mask_K[None, :], dw_NK, 0.0) if SPLIT_DIM else dw_NK
+    mask_NK = (n_N < stored_N)[:, None] & (k_K < stored_K)[None, :]
     if TABLE_OF is None:
-        dw_N = dw_ptr + expert.to(tl.int64) * stride_dw_E + n_N * stride_dw_N
+        dw = dw_ptr + expert.to(tl.int64) * stride_dw_E
     else:  # one output per expert, of which dw_ptr holds the addresses; 0 where nobody wants that expert's
         address = tl.load(dw_ptr + expert)
-        mask_N = mask_N & (address != 0)
-        dw_N = address.to(tl.pointer_type(TABLE_OF)) + n_N * stride_dw_N
-    dw_ptrs_NK = dw_N[:, None] + (k_K * stride_dw_K)[None, :]
-    mask_NK = mask_N[:, None] & mask_K[None, :]
+        mask_NK &= address != 0
+        dw = address.to(tl.pointer_type(TABLE_OF))
+    if SPLIT_DIM == 1:
+        n_N = n_N // chunk * stride_dw_W + n_N % chunk * stride_dw_N
+    else:
+        n_N = n_N * stride_dw_N
+    if SPLIT_DIM == 2:
+        k_K = k_K // chunk * stride_dw_W + k_K % chunk * stride_dw_K
+    else:
+        k_K = k_K * stride_dw_K
+    dw_ptrs_NK = dw + n_N[:, None] + k_K[None, :]
     if ACCUMULATE:
         # Without rows nothing is stored, not even the sum of an old -0.0 and 0.0.
         mask_NK &= begin < end
         dw_NK += tl.load(dw_ptrs_NK, mask=mask_NK, other=0.0)
-    tl.store(dw_ptrs_NK, dw_NK.to(dw_N.dtype.element_ty), mask=mask_NK)
+    tl.store(dw_ptrs_NK, dw_NK.to(dw.dtype.element_ty), mask=mask_NK)
 
 
-def grouped_wgrad_triton(dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool) -> None:
-    """Launch one program per tile of dw [E, N, K]; dy [R, N], x [R, K], offs [E] int32."""
-    _launch(dy, x, offs, dw, dw.stride(), None, accumulate)
+def grouped_wgrad_triton(
+    dy: Tensor, x: Tensor, offs: Tensor, dw: Tensor, *, accumulate: bool, split_dim: int = 0
+) -> None:
+    """Launch one program per tile of dw [E, N, K] (its parts with split_dim); dy [R, N], x [R, K], offs [E] int32."""
+    _launch(dy, x, offs, dw, dw.stride()[-3:], None, accumulate, split_dim)
 
 
 def grouped_wgrad_into_triton(dy: Tensor, x: Tensor, offs: Tensor, outs: Sequence[Tensor | None]) -> None:
@@ -124,10 +143,13 @@ def _launch(
     stride_dw: tuple[int, ...],
     table_of: tl.dtype | None,
     accumulate: bool,
+    split_dim: int = 0,
 ) -> None:
     (R, N), K, E = dy.shape, x.shape[1], offs.shape[0]
+    parts, chunk, stride_part = (dw.shape[0], dw.shape[split_dim + 1], dw.stride(0)) if split_dim else (1, 1, 0)
+    stored_N, stored_K = (parts * chunk if split_dim == dim else size for dim, size in ((1, N), (2, K)))
     config = grouped_wgrad_config(dy.dtype)
-    grid = (E * triton.cdiv(N, config.block_n) * triton.cdiv(K, config.block_k),)
+    grid = (E * triton.cdiv(stored_N, config.block_n) * triton.cdiv(stored_K, config.block_k),)
     with torch.cuda.device_of(dw):
         _grouped_wgrad_kernel[grid](
             dy,
@@ -140,7 +162,11 @@ def _launch(
             *dy.stride(),
             *x.stride(),
             *stride_dw,
+            parts,
+            chunk,
+            stride_part,
             ACCUMULATE=accumulate,
+            SPLIT_DIM=split_dim,
             BLOCK_R=config.block_r,
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,

@@ -8,6 +8,7 @@ from kernel_testing import (
     LAYOUTS,
     Case,
     case_id,
+    cut_into_parts,
     dtype_id,
     linear_float64,
     relative_error,
@@ -43,6 +44,18 @@ def test_grouped_wgrad(case: Case, dtype: torch.dtype, layout: str) -> None:
     assert relative_error(dw, wgrad_float64(dy, x, case.slices)) <= 1e-6
     for expert, count in enumerate(case.counts):
         assert count or not dw[expert].any()
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("case", [CASES[3], CASES[4], CASES[6], CASES[7]], ids=case_id)
+def test_grouped_wgrad_stores_parts(case: Case, dim: int) -> None:
+    dy = case.matrix(case.n, torch.float32, layout="contiguous", seed=1)
+    x = case.matrix(case.k, torch.float32, layout="contiguous", seed=2)
+    dy[case.slices[0]] = torch.nan  # padding is zero all the same
+    whole = cut_into_parts(fresh(dy, x, case.offs()), dim, 4)
+    dw = torch.full(whole.shape, torch.nan)
+    grouped_wgrad_triton(dy, x, case.offs(), dw, accumulate=False, split_dim=dim)
+    assert same_bits(dw, whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)

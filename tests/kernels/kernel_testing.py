@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -109,6 +110,14 @@ def wgrad_float64(dy: Tensor, x: Tensor, slices: list[slice]) -> Tensor:
     for expert, routed in enumerate(slices):
         dw[expert] = dy[routed].double().t() @ x[routed].double()
     return dw
+
+
+def cut_into_parts(dw: Tensor, dim: int, parts: int) -> Tensor:
+    """Return [E, N, K] cut along `dim` into [parts, E, c, K] or [parts, E, N, c], zeros behind the end."""
+    chunk = -(-dw.shape[dim] // parts)
+    missing = parts * chunk - dw.shape[dim]
+    padded = F.pad(dw, (0, missing) if dim == 2 else (0, 0, 0, missing))
+    return padded.unflatten(dim, (parts, chunk)).movedim(dim, 0)
 
 
 def linear_float64(x: Tensor, weight: Tensor, slices: list[slice]) -> Tensor:

@@ -6,8 +6,11 @@ triton = pytest.importorskip("triton", reason="needs Triton, which exists on Lin
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
 
 
-@pytest.mark.parametrize(("out_type", "accumulate"), [("fp32", False), ("fp32", True), ("bf16", False)])
-def test_grouped_wgrad_compiles_for_hopper(out_type: str, accumulate: bool) -> None:
+@pytest.mark.parametrize(
+    ("out_type", "accumulate", "split_dim"),
+    [("fp32", False, 0), ("fp32", True, 0), ("bf16", False, 0), ("fp32", False, 1), ("fp32", False, 2)],
+)
+def test_grouped_wgrad_compiles_for_hopper(out_type: str, accumulate: bool, split_dim: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -20,9 +23,12 @@ def test_grouped_wgrad_compiles_for_hopper(out_type: str, accumulate: bool) -> N
         "dw_desc": f"tensordesc<{out_type}[1, 64, 64],{dw_layout!r}>",
         "offs_ptr": "*i32",
         "R": "i32",
+        "parts": "i32",
         "ACCUMULATE": "constexpr",
+        "SPLIT_DIM": "constexpr",
     }
-    source = GluonASTSource(_grouped_wgrad_gluon_kernel, signature, {"ACCUMULATE": accumulate})
+    constants = {"ACCUMULATE": accumulate, "SPLIT_DIM": split_dim}
+    source = GluonASTSource(_grouped_wgrad_gluon_kernel, signature, constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert compiled.metadata.shared <= 227 << 10, "more shared memory than a Hopper SM has"
     sass = compiled.asm["sass"]

@@ -13,6 +13,7 @@ from kernel_testing import (
     GPU_MARKS,
     Case,
     case_id,
+    cut_into_parts,
     dtype_id,
     error_bound,
     relative_error,
@@ -113,6 +114,29 @@ def test_adds(kernel: Launcher, case: Case, dtype: torch.dtype) -> None:
     assert relative_error(total, old.double() + wgrad_float64(dy, x, case.slices)) <= FLOAT32_BOUND["cuda"]
     assert same_bits(total, torch.where(filled, old + fresh(kernel, dy, x, case.offs("cuda")), old))
     assert_guard_intact(total, buffer)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("size", [64, 192])
+def test_stores_parts(kernel: Launcher, size: int, dim: int, parts: int) -> None:
+    """In parts of 64 or 192, as the choice of the Gluon kernel demands; the last one ends short of that."""
+    n, k = (size * parts, 200) if dim == 1 else (200, size * parts)
+    missing = parts - 1  # at most, or the parts were smaller
+    case = Case("", (300, 0, 1025, 77, 2), n, k, tail=31)
+    dy, x = operands(case, torch.bfloat16)
+    dy[case.slices[3]] = torch.nan  # padding is zero all the same
+    for out_dtype in (torch.bfloat16, torch.float32):
+        dw = torch.full((len(case.counts), n, k), torch.nan, device="cuda", dtype=out_dtype)
+        kernel(dy, x, case.offs("cuda"), dw, accumulate=False)
+        short = dw.narrow(dim, 0, dw.shape[dim] - missing)
+        expected = cut_into_parts(short, dim, parts).contiguous()
+        buffer = torch.full((expected.numel() + 256,), torch.nan, device="cuda", dtype=out_dtype)
+        got = buffer[128:-128].view(expected.shape)
+        sides = (dy[:, : n - missing], x) if dim == 1 else (dy, x[:, : k - missing])
+        kernel(*sides, case.offs("cuda"), got, accumulate=False, split_dim=dim)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+        assert buffer[:128].isnan().all() and buffer[-128:].isnan().all()
 
 
 def test_empty_experts_keep_even_nan(kernel: Launcher) -> None:

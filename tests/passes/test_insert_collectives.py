@@ -150,8 +150,50 @@ def test_any_dim_of_a_stack(dim):
     (wait,) = scatter.users
     (total,) = accumulated(graph)
     assert list(total.meta["val"].shape) == list(wait.meta["val"].shape) == local
-    # A functional collective works along dim 0 only: another dim is brought there and back.
-    assert ops(graph)["aten.clone.default"] == (0 if dim == 0 else 2)
+    # A functional collective works along dim 0 only: a gathered weight is brought back from there by a copy.
+    assert ops(graph)["aten.clone.default"] == (0 if dim == 0 else 1)
+    assert ops(graph)["gtp.grouped_wgrad_parts.default"] == (0 if dim == 0 else 1)
+
+
+@pytest.mark.parametrize("name", ["experts", "experts_transposed", "grouped", "grouped_stacked", "picked"])
+def test_a_grouped_gemm_stores_what_travels(name):
+    graph = lowered(name)
+    (scatter,) = nodes(graph, c10d.reduce_scatter_tensor.default)
+    (view, *_) = scatter.args
+    (gemm,) = view.all_input_nodes
+    assert (view.target, gemm.target) == (aten.view.default, gtp.grouped_wgrad_parts.default)
+    assert view.meta["val"].shape[0] == WORLD * gemm.meta["val"].shape[1]
+    assert ops(graph)["gtp.grouped_wgrad.default"] == 0
+
+
+@pytest.mark.parametrize("size", [OUT + 1, WORLD - 1])
+def test_the_gemm_pads_what_travels(size):
+    """Sizes that do not divide, and fewer rows than ranks."""
+    dy, x, _, offs = operands()
+    dy = torch.cat([dy, dy], 1)[:, :size].contiguous()
+    shard = torch.zeros(offs.numel(), -(-size // WORLD), x.shape[1])
+
+    def reduced(shard, dy, x, offs):
+        return [finalize(gtp.grouped_wgrad.default(dy, x, offs, torch.float32), shard, dim=1)]
+
+    graph = hand_written(reduced, shard, dy, x, offs)
+    after = run(graph.copy(), "insert_collectives")
+    assert ops(after)["aten.constant_pad_nd.default"] == 0
+    assert ops(after)["gtp.grouped_wgrad_parts.default"] == 1
+    assert compare_numerics(graph, after) == [0.0]
+
+
+def test_a_gradient_that_is_read_elsewhere_is_packed():
+    dy, x, _, offs = operands()
+    shard = torch.zeros(offs.numel(), OUT // WORLD, x.shape[1])
+
+    def reduced_and_returned(shard, dy, x, offs):
+        grad = gtp.grouped_wgrad.default(dy, x, offs, torch.float32)
+        return [finalize(grad, shard, dim=1), grad]
+
+    after = run(hand_written(reduced_and_returned, shard, dy, x, offs), "insert_collectives")
+    counts = ops(after)
+    assert (counts["gtp.grouped_wgrad.default"], counts["gtp.grouped_wgrad_parts.default"]) == (1, 0)
 
 
 # Refuses. Nothing is left out: what can't be accumulated is returned.
