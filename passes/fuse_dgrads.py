@@ -79,7 +79,7 @@ def _is_bmm_with(user: fx.Node, operand: fx.Node, dims: Dims) -> bool:
         and user.args[0] is not user.args[1]
         and operand.meta["val"].dtype in FLOAT_DTYPES
         and len(dims) == 3
-        and None not in dims
+        and all(d is not None and not d.part for d in dims)
         and dims[0].is_batch  # type: ignore[union-attr]
     )
 

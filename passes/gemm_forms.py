@@ -221,6 +221,8 @@ def find_batch_sum(node: fx.Node) -> Gemm | None:
     kept = [d for i, d in enumerate(product.dims) if i not in summed and d is not None]
     experts = sorted(d for d in kept if d.is_batch)
     matrix = [d for d in kept if not d.is_batch]
+    if any(d.part for d in matrix):
+        return None
     capacity = product.b.meta["val"].shape[1]
     # `view` can be left one size of those that it makes rows of; all others are numbers.
     unknown = [s for s in (capacity, *(d.size for d in rows)) if not isinstance(s, int)]
@@ -242,29 +244,61 @@ def find_batch_sum(node: fx.Node) -> Gemm | None:
 def find_picked(node: fx.Node) -> Gemm | None:
     """`index_put(0, ids, bmm(dy^T, x), accumulate)`: a weight was picked for each entry of the batch, `weight[ids]`.
 
-    The rows are sorted by expert, on the device; the product, a matrix for each of them, never exists.
+    The rows are sorted by expert, on the device; the product, a matrix for each of them, never exists. A row may pick
+    several (`einsum("sk,sank->san", x, weight[ids])`): then its matrices stand side by side in the product.
     """
     scatter = _accumulated(node)
     product = product_behind(scatter[2]) if scatter else None
     if scatter is None or product is None:
         return None
     base, ids, put = scatter
-    picks, matrix = (product.dims[: ids.meta["val"].ndim], product.dims[ids.meta["val"].ndim :])
-    batch = [d for d in picks if d is not None]
-    features = [d for d in matrix if d is not None]
-    in_order = batch == sorted(batch) and all(d.is_batch for d in batch) and not any(d.is_batch for d in features)
-    if not in_order or not _is_zero(base) or not _is_whole(base, ids, put):
+    ndim = ids.meta["val"].ndim
+    picks, features = ([d for d in dims if d is not None] for dims in (product.dims[:ndim], product.dims[ndim:]))
+    several = next((d for d in picks if not d.is_batch), None)
+    capacity = product.b.meta["val"].shape[1]
+    if not _are_picks(picks, features, several) or not _is_zero(base) or not _is_whole(base, ids, put):
+        return None
+    if several is not None and not isinstance(capacity, int):
         return None
 
     def write(emit: Emit, dtype: torch.dtype) -> Any:
         order, offs = sort_by_expert(emit, ids, base.meta["val"].shape[0])
-        sides = [pick_rows(emit, t, order) for t in _sides(emit, product, features)]
-        dw = emit(gtp.grouped_wgrad.default, *sides, times_rows(emit, offs, product.b), dtype)
+        sides = _sides(emit, product, features)
+        if several is not None:
+            axes = (2, 1) if features and features[0].axis == 2 else (1, 2)
+            sides = [
+                _each_pick(emit, t, capacity, several.size, axis == several.axis)
+                for t, axis in zip(sides, axes, strict=True)
+            ]
+        rows = [pick_rows(emit, t, order) for t in sides]
+        dw = emit(gtp.grouped_wgrad.default, *rows, times_rows(emit, offs, product.b), dtype)
         return _shaped(emit, dw, node.meta["val"].shape)
 
     inside = [*product.inside, base]
     likes = [n for n in base.all_input_nodes if n not in inside]
     return Gemm(node, [product.a, product.b, ids, *likes], write, inside)
+
+
+def _are_picks(picks: Sequence[Dim], features: Sequence[Dim], several: Dim | None) -> bool:
+    """Whether these dims are `[*batch, *features]`, or `[*batch, A, *features]` with A split off from a feature."""
+    batch = [d for d in picks if d.is_batch]
+    if batch != sorted(batch) or any(d.is_batch for d in features):
+        return False
+    if several is None:
+        return not any(d.part for d in features)
+    parts = [(d.axis, d.part) for d in features if d.part]
+    return list(picks) == [*batch, several] and several.part == (0,) and parts == [(several.axis, (1,))]
+
+
+def _each_pick(emit: Emit, x: fx.Node, capacity: int, count: int, is_split: bool) -> Any:
+    """A row for each of its `count` picks: `x [B, C, A * N]` as `[B * A, C, N]`, or `x [B, C, K]` repeated."""
+    features = emit.value(x).shape[-1]
+    if is_split:
+        x = emit(aten.reshape.default, x, [-1, capacity, count, features // count])
+        x = emit(aten.permute.default, x, [0, 2, 1, 3])
+    else:
+        x = emit(aten.expand.default, emit(aten.unsqueeze.default, x, 1), [-1, count, -1, -1])
+    return emit(aten.reshape.default, x, [-1, capacity, emit.value(x).shape[-1]])
 
 
 def _summed(node: fx.Node) -> list[int]:

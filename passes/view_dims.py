@@ -27,11 +27,11 @@ _RESHAPES = (
 
 @dataclass(frozen=True, slots=True, order=True)
 class Dim:
-    """A dim of `[B, M, K]`, or a part of its batch.
+    """A dim of `[B, M, K]`, or a part of one.
 
     Attributes:
         axis: 0 for the batch, 1 and 2 for the rows and columns of a matrix.
-        part: which part of the batch; sorted, the parts are as in the batch.
+        part: which part of it, () for all of it; sorted, the parts are as they were in one dim.
         size: how long, perhaps symbolic.
     """
 
@@ -58,7 +58,7 @@ def dims_of(shape: Sequence[Any]) -> Dims:
 
 
 def dims_behind(dims: Dims, view: fx.Node) -> Dims | None:
-    """The dims behind one rearrangement; None if a matrix is split, or dims are merged."""
+    """The dims behind one rearrangement; None if dims are merged."""
     if view.target not in _PERMUTES:
         return _reshaped(dims, view.meta["val"].shape)
     ndim = len(dims)
@@ -85,13 +85,13 @@ def _reshaped(dims: Dims, shape: Sequence[Any]) -> Dims | None:
         if statically_known_true(dim.size == size):
             result.append(dim)
             continue
-        if not dim.is_batch or not statically_known_true(size > 0):
+        if not statically_known_true(size > 0):
             return None
         behind = dim.size // size
         if not statically_known_true(behind * size == dim.size):
             return None
-        result.append(Dim(0, (*dim.part, 0), size))
-        rest.insert(0, Dim(0, (*dim.part, 1), behind))
+        result.append(Dim(dim.axis, (*dim.part, 0), size))
+        rest.insert(0, Dim(dim.axis, (*dim.part, 1), behind))
     return None if rest else result
 
 

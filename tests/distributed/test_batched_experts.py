@@ -66,6 +66,13 @@ LAYERS = (
         "picked_select", "picked", (E, N, K), ("S", K), lambda w, b, x, i: (w.index_select(0, i) @ x[..., None])[..., 0]
     ),
     layer("picked_einsum", "picked", (E, N, K), ("S", K), lambda w, b, x, i: torch.einsum("sk,snk->sn", x, w[i])),
+    layer(
+        "picked_pairs",
+        "picked",
+        (E, N, K),
+        ("S", K),
+        lambda w, b, x, i: torch.einsum("sk,sank->san", x, w[torch.stack([i, (i + 1) % E], 1)]),
+    ),
     layer("picked_several_rows", "picked", (E, K, N), ("S", 4, K), lambda w, b, x, i: torch.bmm(x, w[i])),
     layer("broadcast", "batch_sum", (N, K), (4, "C", K), lambda w, b, x, i: torch.bmm(x, w.t().expand(4, -1, -1))),
     layer("broadcast_4d", "batch_sum", (1, 2, K, N), (4, 2, "C", K), lambda w, b, x, i: x @ w.expand(4, -1, -1, -1)),

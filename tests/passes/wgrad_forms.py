@@ -137,6 +137,17 @@ def put(ids: Tensor, rows: Tensor, experts: int = 8) -> Tensor:  # into [E, N, K
     return aten.index_put.default(_full(rows, experts, *rows.shape[-2:]), [ids], rows, True)
 
 
+def _picked_pairs(dy: Tensor, x: Tensor, ids: Tensor, swapped: bool) -> Tensor:
+    """Two experts for a row, as `einsum("sk,sank->san", x, w[ids])` leaves them: `[R / 2, 2]` ids, side by side."""
+    pairs, rows = aten.view.default(dy, [ROWS // 2, 2 * OUT]), x[: ROWS // 2]
+    at = aten.view.default(ids, [ROWS // 2, 2])
+    if swapped:
+        dw = aten.view.default(outer(pairs, rows), [ROWS // 2, 2, OUT, IN])
+    else:
+        dw = aten.permute.default(aten.view.default(outer(rows, pairs), [ROWS // 2, IN, 2, OUT]), [0, 2, 3, 1])
+    return put(at, dw)
+
+
 def _put_twice(dy: Tensor, x: Tensor, ids: Tensor) -> Tensor:  # the outer scatter's base is no zero
     return aten.index_put.default(put(ids, outer(dy, x)), [ids], outer(dy, x), True)
 
@@ -207,6 +218,8 @@ _PICKED_FORMS = (
             aten.view.default(ids, [ROWS // 2, 2]), aten.view.default(outer(dy, x), [ROWS // 2, 2, OUT, IN])
         ),
     ),
+    Form("picked_pairs", lambda dy, x, ids, offs: _picked_pairs(dy, x, ids, swapped=False)),
+    Form("picked_pairs_swapped", lambda dy, x, ids, offs: _picked_pairs(dy, x, ids, swapped=True)),
     Form(
         "picked_by_index_select",
         lambda dy, x, ids, offs: aten.index_add.default(_full(dy, 8, OUT, IN), 0, ids, outer(dy, x)),
