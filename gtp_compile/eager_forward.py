@@ -112,7 +112,7 @@ def read_whole(leaf: ComputeLeaf) -> Tensor:
 
 
 def _read_again(leaf: ComputeLeaf) -> Tensor:
-    """An expert that is checkpointed by itself, inside the loop: other ranks may repeat others, so it isn't gathered."""
+    """The weight of an expert that is checkpointed by itself: other ranks may repeat others, so nothing is gathered."""
 
     def refuse(grad: Any = None) -> NoReturn:
         raise RuntimeError(
@@ -137,10 +137,12 @@ def expect_all_ranks(leaves: Iterable[ComputeLeaf]) -> None:
         RuntimeError: some rank did not come for these; the message has ranks and weights.
     """
     for experts, names in read_in_part(leaves).items():
-        meeting = next(leaf.meeting for leaf in leaves if leaf.experts == experts)
-        if meeting is not None:
+        leaf = next(leaf for leaf in leaves if leaf.experts == experts)
+        if leaf.meeting is not None and leaf.emit is None:  # `explain` may run on one rank
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            meeting.wait(shown, f"reading {len(names)} of the {experts.count} weights of the experts in {experts.fqn}")
+            leaf.meeting.wait(
+                shown, f"reading {len(names)} of the {experts.count} weights of the experts in {experts.fqn}"
+            )
 
 
 class EagerForward:
@@ -190,8 +192,7 @@ class EagerForward:
             leaf.scope = outer
 
     def read(self, leaf: ComputeLeaf) -> Tensor:
-        """A whole weight; the first read of an expert gathers all of them, in the order of declaration, on every rank.
-        """
+        """A whole weight; the first read of an expert gathers all, in the order of declaration, as on every rank."""
         if leaf in self._experts and not self.runs_captured(False):
             if not self._gathered:
                 self._gather()
@@ -323,7 +324,9 @@ class Gathered:
             grad = grad.to(self.dtype)  # a sum, as of a norm or a bias, not a GEMM's: nothing to say
         if grad is not None and total is not None:
             # Says so where it comes rounded.
-            return total.add_(grad if grad.dtype == self.dtype else torch.ops.gtp.widen(grad, self.leaves[0], self.dtype))
+            return total.add_(
+                grad if grad.dtype == self.dtype else torch.ops.gtp.widen(grad, self.leaves[0], self.dtype)
+            )
         if grad is not None:
             return grad
         return self._zeros() if total is None else total
@@ -454,7 +457,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The whole weight(s) of shards; its backward reduces what the uses left in `Gathered`, and what autograd brings."""
+    """The whole weight(s) of shards; backward reduces what the uses left in `Gathered`, and what autograd brings."""
 
     @staticmethod
     def forward(ctx: Any, gathered: Gathered, *leaves: ComputeLeaf) -> Tensor:

@@ -1,6 +1,7 @@
 """Experts in a Python loop over those that a batch hits: in eager, with other reads on every rank."""
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -215,7 +216,7 @@ def looped(rank: int, experts: type[Any], choices: list[list[int]], is_compiled:
     torch.manual_seed(1)
     model = Block(experts) if whole_model else experts()
     exact = {n: double_leaf(p) for n, p in model.named_parameters()}
-    sharded(model, shard_fn=None)
+    sharded(model, shard_fn=functools.partial(gtp_compile.shard_large, min_numel=0))
     step = compiled(model, fullgraph=False) if is_compiled else model
     chosen = torch.tensor(choices[rank], dtype=torch.int64)
     told: list[str] = []
