@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gtp_compile.backend import gtp
+    from gtp_compile.expert_lists import is_expert_list
     from gtp_compile.explaining import explain
     from gtp_compile.grouped_linear import GroupedLinear, Linear
     from gtp_compile.optim import MainGradOptimizer
@@ -34,6 +35,7 @@ __all__ = [
     "finalize_weight_grads",
     "gtp",
     "is_distributed_weight",
+    "is_expert_list",
     "materialize_weight_for_backward",
     "materialize_weight_for_forward",
     "shard",
@@ -54,6 +56,7 @@ _HOME = {
     "finalize_weight_grads": "weights",
     "gtp": "backend",
     "is_distributed_weight": "weights",
+    "is_expert_list": "expert_lists",
     "materialize_weight_for_backward": "weights",
     "materialize_weight_for_forward": "weights",
     "shard": "sharding",

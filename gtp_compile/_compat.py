@@ -25,6 +25,7 @@ from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "CUDAGRAPH_UNSAFE",
@@ -39,6 +40,7 @@ __all__ = [
     "default_store",
     "fake_store",
     "fresh_compilation",
+    "hidden_from_modes",
     "is_asked_for",
     "is_fake",
     "is_first_rank",
@@ -88,6 +90,13 @@ def fresh_compilation() -> Iterator[None]:
     Each watched compilation adds an entry to the code it traces; past its limit Dynamo would run that code in eager.
     """
     with dynamo_config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
+        yield
+
+
+@contextlib.contextmanager
+def hidden_from_modes() -> Iterator[None]:
+    """Run operators past whatever dispatch mode is active."""
+    with _disable_current_modes():
         yield
 
 

@@ -22,6 +22,8 @@ from gtp_compile._compat import (
 )
 from gtp_compile.bare_reads import input_name, real_input, refuse_bare_reads
 from gtp_compile.config import GtpOptions, parse_options
+from gtp_compile.eager_forward import expect_all_ranks
+from gtp_compile.expert_graph import ExpertGraph
 from gtp_compile.graph_breaks import report_breaks
 from gtp_compile.parameters import ComputeLeaf, prepare_accumulation
 from gtp_compile.partition import GtpPartitioner, lower_inference
@@ -57,6 +59,9 @@ def gtp(
     opts, patches = parse_options(mode, options)
     inner = _InnerCompile(opts, compile_name())
     refuse_bare_reads(gm, example_inputs)
+    experts = ExpertGraph.of(gm, example_inputs)
+    if experts is not None and experts.never_captured:
+        return experts
     taps: list[Tap] = []
     if opts.accumulate_into_main_grad:
         gm, example_inputs, taps = tap_main_grads(gm, example_inputs)
@@ -79,7 +84,7 @@ def gtp(
             gm, example_inputs, inner_compile=inner, config_patches=patches, decompositions=decompositions()
         )
     captured = session.graphs[known:] if session is not None else []
-    return _with_bookkeeping(compiled, captured, taps)
+    return _with_bookkeeping(compiled, captured, taps, experts)
 
 
 def _names(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[str]:
@@ -116,7 +121,7 @@ class _InnerCompile:
 
 
 def _with_bookkeeping(
-    compiled: Callable[..., Any], captured: list[CapturedGraph], taps: Sequence[Tap]
+    compiled: Callable[..., Any], captured: list[CapturedGraph], taps: Sequence[Tap], experts: ExpertGraph | None
 ) -> Callable[..., Any]:
     """`compiled`, with main_grad made ready before each backward adds to it.
 
@@ -128,11 +133,15 @@ def _with_bookkeeping(
 
     def run(*args: Any) -> Any:
         leaves = [a for a in args if isinstance(a, ComputeLeaf)]
+        if experts is not None and not experts.runs_captured(leaves):
+            return experts(*args)
         for leaf in leaves:
             leaf.check_use()
             leaf.compiled_uses += 1
         if leaves:
             leaves[0].meet()
+        if experts is not None:
+            expect_all_ranks(leaves)
         for graph in captured:
             graph.calls.append(tuple(a.fqn if isinstance(a, ComputeLeaf) else theirs.get(id(a), "") for a in args))
             graph.inputs = args if graph.joint is not None else ()
@@ -143,6 +152,8 @@ def _with_bookkeeping(
         if (trained or plain) and torch.is_grad_enabled():
             written = [a for a, node in zip(args, before, strict=True) if _node(a) is not node]
             _around_backward([*out, *written], before, trained, plain)
+        for scope in {leaf.scope for leaf in leaves if leaf.scope is not None}:
+            scope.computed(out)
         return out
 
     return run

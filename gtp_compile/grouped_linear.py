@@ -176,7 +176,8 @@ class GroupedLinear(nn.Module):
         members = [f"{kind}{i}" for i in range(self.num_gemms)]
         leaves: dict[str, Any] = self.__dict__.get("_gtp_leaves", {})
         leader = leaves.get(members[0])
-        if leader is not None and len(leader.group) == self.num_gemms > 1:
+        is_scoped = not torch.compiler.is_compiling() and leader is not None and leader.scope is not None
+        if leader is not None and len(leader.group) == self.num_gemms > 1 and not is_scoped:
             return materialize_leaves(leader.group)
         return torch.stack([getattr(self, name) for name in members])
 

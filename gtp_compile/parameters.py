@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ComputeLeaf",
+    "ExpertList",
     "ShardedParameter",
     "attach_main_grad",
     "check_conversion",
@@ -53,6 +54,14 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertList:
+    """A list of experts that are modules of their own: its qualified name, and how many placed weights it has."""
+
+    fqn: str
+    count: int
+
+
 class ComputeLeaf(nn.Parameter):
     """This rank's part of a weight, as compiled graphs and autograd see it; implements `DistributedWeight`.
 
@@ -66,6 +75,9 @@ class ComputeLeaf(nn.Parameter):
         group: the leaves of the weight group, leader first (a group of one but for discrete grouped weights).
         meeting: where ranks meet before a forward without gradients.
         holders: the modules that registered the parameter, and under which names.
+        experts: the list of experts to which it belongs, if any.
+        scope: the eager forward that is running and holds its whole weight (see `eager_forward`).
+        kept: the whole weights that such forwards left for their backward.
         replacement: the pair that a conversion of the module put in this one's place.
         eager_uses: how many gradients arrived outside compiled graphs.
         compiled_uses: how many compiled graphs ran with it.
@@ -87,6 +99,9 @@ class ComputeLeaf(nn.Parameter):
     rounding_reported: bool
     replacement: ShardedParameter | None
     meeting: Meeting | None
+    experts: ExpertList | None
+    scope: Any  # an eager_forward.EagerForward
+    kept: weakref.WeakSet[Any]  # of eager_forward.Gathered
     holders: set[tuple[weakref.ref[nn.Module], str]]
     _registered: weakref.ref[ShardedParameter]
     _aliased: Tensor | None
@@ -227,7 +242,7 @@ class ShardedParameter(WholeValues):
         leaf = self.leaf
         # As for any parameter, gradients aren't saved: the accumulator starts from zero.
         main_grad = None if leaf.main_grad is None else torch.empty_like(leaf.main_grad, device="meta")
-        facts = (leaf.fqn, leaf.mesh_layout, leaf.param_dtype, self.requires_grad, leaf.main_grad_dtype)
+        facts = (leaf.fqn, leaf.mesh_layout, leaf.param_dtype, self.requires_grad, leaf.main_grad_dtype, leaf.experts)
         return _unpickled, (self.detach(), facts, main_grad), None
 
     def register_hook(self, hook: Any) -> Any:
@@ -269,6 +284,7 @@ def pair(
     leaf.group, leaf.eager_uses, leaf.compiled_uses, leaf.rounding_reported = (leaf,), 0, 0, False
     leaf.recorder, leaf.emit, leaf.replacement, leaf.holders = None, None, None, set()
     leaf.meeting = Meeting.of(mesh)
+    leaf.experts, leaf.scope, leaf.kept = None, None, weakref.WeakSet()
     leaf._registered, leaf._aliased = weakref.ref(param), None
     _fix_sizes(leaf)
     param.leaf = leaf
@@ -300,7 +316,7 @@ def _another(param: ShardedParameter, local: Tensor) -> ShardedParameter:
         main_grad_dtype=None,
     )
     take_attributes(new, param)  # type: ignore[arg-type]
-    new.leaf.main_grad_dtype = leaf.main_grad_dtype
+    new.leaf.main_grad_dtype, new.leaf.experts = leaf.main_grad_dtype, leaf.experts
     if leaf.main_grad is not None:
         aliased = leaf._aliased is leaf.main_grad
         dropped = aliased and grad is None  # zero_grad: the next step would start from zero
@@ -359,7 +375,7 @@ def renewed(param: ShardedParameter, fn: Callable[[Tensor], Tensor]) -> ShardedP
 
 
 def _unpickled(dtensor: DTensor, facts: tuple[Any, ...], main_grad: Tensor | None) -> ShardedParameter:
-    fqn, layout, param_dtype, requires_grad, main_grad_dtype = facts
+    fqn, layout, param_dtype, requires_grad, main_grad_dtype, experts = facts
     mesh = dtensor.device_mesh
     axes = [a for a, p in enumerate(dtensor.placements) if isinstance(p, Shard)]
     order = axes + [a for a in range(mesh.ndim) if a not in axes]
@@ -377,7 +393,7 @@ def _unpickled(dtensor: DTensor, facts: tuple[Any, ...], main_grad: Tensor | Non
         main_grad_dtype=None,
     )
     new.main_grad = None if main_grad is None else torch.zeros_like(main_grad, device=new.leaf.device)
-    new.leaf.main_grad_dtype = main_grad_dtype
+    new.leaf.main_grad_dtype, new.leaf.experts = main_grad_dtype, experts
     return new
 
 

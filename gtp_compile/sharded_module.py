@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gtp_compile._compat import skip_frame
-from gtp_compile.eager_forward import is_stack, scoped_forward
+from gtp_compile.eager_forward import has_loop, read_whole, scoped_forward
 from gtp_compile.grouped_linear import GroupedLinear
 from gtp_compile.parameters import (
     ComputeLeaf,
@@ -49,8 +49,8 @@ def take_over(module: nn.Module, tree: Tree, is_root: bool) -> None:
     """Make `module` a part of a sharded model: its placed parameters are handed out through getters."""
     module.__dict__["_gtp_tree"] = tree
     leaves = leaves_in(module)
-    if leaves or is_root or hasattr(type(module), "save_pretrained"):
-        may_loop = is_stack(module, leaves)
+    may_loop = has_loop(module, leaves)
+    if leaves or is_root or may_loop or hasattr(type(module), "save_pretrained"):
         module.__class__ = _sharded_class(type(module), tuple(leaves), may_loop)  # type: ignore[arg-type]
         _refresh(module)
 
@@ -102,17 +102,13 @@ def _getter(name: str) -> Callable[[nn.Module], Tensor]:
 @torch.compiler.disable
 def _read(module: Any, name: str) -> Tensor:
     """The attribute outside compiled graphs: the whole weight in a forward of the model, else the parameter."""
-    if (scope := module.__dict__.get("_gtp_eager")) is not None:
-        return scope.read(name)
     param = module._parameters.get(name)
     leaf = module._gtp_leaves[name]
     if param is None:
         raise AttributeError(f"{leaf.fqn}: was taken out of its module after gtp_compile.shard")
-    if not module._gtp_tree.is_running():
+    if leaf.scope is None and not module._gtp_tree.is_running():
         return param
-    leaf.check_use()
-    leaf.meet()
-    return materialize_leaves((leaf,))
+    return read_whole(leaf)
 
 
 def _reduce(self: Any, protocol: Any) -> Any:

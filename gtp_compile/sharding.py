@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from gtp_compile._compat import is_fake
+from gtp_compile.expert_lists import ExpertsFn, is_expert_list, mark_expert_lists
 from gtp_compile.grouped_linear import GroupedLinear, Linear
 from gtp_compile.optim import watch_optimizers
 from gtp_compile.parameters import ComputeLeaf, ShardedParameter, check_main_grad_dtype, pair, take_attributes
@@ -83,6 +84,7 @@ def shard(
     main_grad_dtype: torch.dtype | None = torch.float32,
     reduce_op: str = "avg",
     src_data_rank: int | None = 0,
+    experts_fn: ExpertsFn | None = None,
 ) -> nn.Module:
     """Place the parameters of `model` over `mesh`, in place, and return the model.
 
@@ -104,6 +106,9 @@ def shard(
         reduce_op: "avg" (a loss averaged over each rank's batch) or "sum" (a loss summed over all tokens).
         src_data_rank: rank (position in the flattened mesh) whose parameters and buffers everybody gets. None:
             nothing travels, but a hash of the values is compared across ranks.
+        experts_fn: `(fqn, module) -> bool`, asked of every ModuleList and ModuleDict: whether its members are experts
+            of which a forward calls those that its batch hits. Where the loop over them runs outside compiled graphs,
+            the weights of all are gathered together. Default: `is_expert_list`, which goes by the names.
 
     Raises:
         ValueError: a placement that can't be made; the message names the parameter and the way out.
@@ -145,6 +150,7 @@ def shard(
         for buffer in (b for b in model.buffers() if not b.is_meta):
             for axis, source in enumerate(_coordinate(src_data_rank, mesh)):
                 dist.broadcast(buffer, group=mesh.get_group(axis), group_src=source)
+    mark_expert_lists(model, experts_fn or is_expert_list)
     _swap_classes(model)
     # DistributedDataParallel around the model leaves ours alone: we reduce them.
     names = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *_placed_names(model)]

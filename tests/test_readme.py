@@ -26,7 +26,7 @@ TESTS = Path(__file__).parent
 # The files whose tests say what works, in the order of the README's table.
 WORKS = (
     "module_ops", "inits", "checkpoints", "padding", "meshes", "both_forms", "norms", "unsharded", "regional",
-    "eager_loops", "adapters", "beside",
+    "eager_loops", "expert_lists", "adapters", "beside",
 )  # fmt: skip
 LAST = "insert_collectives"
 
