@@ -2,7 +2,7 @@
 
 A `Block` is plain data; its `repr` builds it again:
 
-    python -P tests/moe_blocks.py "Block(form='bmm', counts=(((2, 0), (1, 3)),))"
+    python tests/moe_blocks.py "Block(form='bmm', counts=(((2, 0), (1, 3)),))"
 
 The twin is the same block in float64, unsharded and eager, with its experts as a plain loop.
 """

@@ -26,7 +26,7 @@ def test_a_random_block_trains_like_its_twin(part):
     def holds(block: Block) -> None:
         if wrong := failure(block):
             raise AssertionError(
-                f'{wrong}\nthis block: python -P tests/moe_blocks.py "{block}"\n'
+                f'{wrong}\nthis block: python tests/moe_blocks.py "{block}"\n'
                 f"all of them: make blocks BLOCKS={BLOCKS} SEED={SEED}"
             )
 
