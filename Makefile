@@ -10,16 +10,20 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 SWEEP_ARGS ?= --experts grouped_mm,batched_mm,eager --bf16 --inductor --timeout 900 --json build/sweep.json --markdown benchmarks/HF_FAMILIES.md
 
+BLOCKS ?= 5000
+SEED := $(or $(SEED),$(shell date +%s))
+
 INSTALLED := $(VENV)/.gtp-compile-installed
 BUILT := build/typecheck
 
-.PHONY: help venv demo test test-matrix sweep lint format clean
+.PHONY: help venv demo test test-matrix blocks sweep lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train a small Qwen3-MoE on RANKS=2 processes and show the gradients' errors"
 	@echo "make test    run the tests that need no GPU"
 	@echo "make test-matrix    the same on torch $(MATRIX), each in a .venv-VERSION of its own"
+	@echo "make blocks  train BLOCKS=$(BLOCKS) random MoE blocks on two ranks, beside plain twins; SEED=... for the same ones again"
 	@echo "make sweep   train every Hugging Face family with experts on two ranks, beside a plain twin (hours)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the files"
@@ -50,6 +54,11 @@ test-matrix:
 		echo "== torch $$version"; \
 		$(MAKE) --no-print-directory test VENV=.venv-$$version CONSTRAINTS=build/constraints-$$version.txt || exit 1; \
 	done
+
+# The tests take 300 of seed 0.
+blocks: $(INSTALLED)
+	@echo "seed $(SEED)"
+	GTP_BLOCKS=$(BLOCKS) GTP_SEED=$(SEED) $(VENV)/bin/python -P -m pytest -n $(JOBS) tests/distributed/test_random_blocks.py $(TEST_ARGS)
 
 # Not part of the tests, which take eight of the families.
 sweep: $(INSTALLED)

@@ -92,8 +92,12 @@ def _new(cls: Any, *args: Any, **kwargs: Any) -> nn.Module:
 
 def _getter(name: str) -> Callable[[nn.Module], Tensor]:
     def get(self: Any) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return materialize_leaves((self._gtp_leaves[name],))
+        if torch.compiler.is_compiling() and name in self._parameters:
+            # Not traced, but run, by Dynamo itself: it looks at what it guards (`hasattr(self, "weight")`). A gather
+            # would be a collective of those ranks alone that compile now.
+            return self._parameters[name]
         return _read(self, name)
 
     return skip_frame(get)  # a graph of its own would hold nothing but the gather

@@ -34,6 +34,7 @@ from gtp_compile.passes.wgrad_patterns import find_chain
 __all__ = ["group_wgrads"]
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 def group_wgrads(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
@@ -80,11 +81,12 @@ def _merge_uses(graph: fx.Graph, uses: list[Finalize]) -> str:
     """Make the last anchor take the sum of all gradients. Returns why it can't be done ("" if it was)."""
     first, *others = uses
     # In a sum of results, a later anchor's term is dropped: the first one's term then stands for all.
-    terms = [term for anchor in others for term in anchor.node.users]
-    for term in terms:
+    results = [result for anchor in others for result in anchor.node.users]
+    terms = [_summand(result) for result in results]
+    for result, term in zip(results, terms, strict=True):
         users = list(term.users)
-        if len(users) != 1 or users[0].target is not aten.add.Tensor or term.target is not operator.getitem:
-            return f"{term.args[0]}: is used other than in the sum of its weight's gradients"
+        if len(users) != 1 or users[0].target is not aten.add.Tensor or result.target is not operator.getitem:
+            return f"{result.args[0]}: is used other than in the sum of its weight's gradients"
     if {a.grad.meta["val"].dtype for a in uses} != {first.grad.meta["val"].dtype}:
         return f"{first.node.name}: the uses of its weight compute in different dtypes"
     total = first.grad
@@ -92,13 +94,21 @@ def _merge_uses(graph: fx.Graph, uses: list[Finalize]) -> str:
         for anchor in others:
             total = insert_call(graph, aten.add.Tensor, (total, anchor.grad), like=anchor.node)
     first.node.update_arg(0, total)
-    for term in terms:
+    for result, term in zip(results, terms, strict=True):
         (add,) = term.users
         kept = add.args[1] if add.args[0] is term else add.args[0]
         add.replace_all_uses_with(kept)  # type: ignore[arg-type]
         graph.erase_node(add)
         graph.erase_node(term)
+        if term is not result:
+            graph.erase_node(result)
     for anchor in others:
         graph.erase_node(anchor.node)
     stable_sort(graph)
     return ""
+
+
+def _summand(result: fx.Node) -> fx.Node:
+    """What of a result is summed: for 16-bit shards autograd casts each use to their dtype first."""
+    users = list(result.users)
+    return users[0] if len(users) == 1 and users[0].target is prims.convert_element_type.default else result

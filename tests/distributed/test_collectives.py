@@ -171,6 +171,29 @@ def test_attributes_and_inits_outside_forward_communicate_nothing():
     run_ranks(touched, 2)
 
 
+class Asks(nn.Linear):
+    """x [R, 16] -> [R, 8], through a weight that it looks for first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t() if hasattr(self, "weight") else x
+
+
+def asked(rank: int) -> list[str]:
+    step = compiled(sharded(Asks(16, 8, bias=False)))
+    issued = []
+    for _ in range(2):
+        with spy() as seen:
+            step(torch.ones(4, 16, dtype=BF16)).sum().backward()
+        issued.append(repr(seen))
+    return issued
+
+
+def test_an_attribute_that_dynamo_guards_on_is_not_gathered():
+    """Compiling communicates nothing: a rank that compiles once more than the others would wait for them for ever."""
+    for compiling, compiled_before in run_ranks(asked, 2):
+        assert compiling == compiled_before
+
+
 def initialised(rank: int) -> None:
     model = start()
     whole_weight = torch.zeros(48, 16)

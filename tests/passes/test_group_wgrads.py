@@ -3,10 +3,13 @@
 import pytest
 import torch
 from tiny_models import (
+    BF16,
     IN,
     MODELS,
     OUT,
+    ROWS,
     WORLD,
+    Dense,
     anchor_errors,
     assert_unchanged_by,
     behind,
@@ -17,13 +20,15 @@ from tiny_models import (
     nodes,
     ops,
     run,
+    shard_all,
     shard_like,
 )
 from wgrad_forms import mm, operands
 
+import gtp_compile
 from gtp_compile.passes.anchors import Finalize
 from gtp_compile.passes.describe import describe_groups
-from gtp_compile.testing import compare_numerics
+from gtp_compile.testing import capture_joint, compare_numerics, fake_mesh
 
 aten = torch.ops.aten
 gtp = torch.ops.gtp
@@ -196,3 +201,13 @@ def test_the_sum_of_uses_is_right_once_it_is_retyped(name):
 def test_a_second_run_changes_nothing(name):
     graph = behind(name, "group_wgrads")
     assert_unchanged_by(graph, "group_wgrads")
+
+
+def test_uses_of_a_16_bit_shard_are_summed_before_any_of_them_is_rounded():
+    """The model itself is bf16: autograd casts each use's gradient to the shard's dtype, then adds."""
+    with fake_mesh(2) as mesh:
+        model = gtp_compile.shard(Dense(IN, uses=2).to(BF16), mesh, shard_fn=shard_all)
+        graph = capture_joint(model, torch.ones(ROWS, IN, dtype=BF16))
+    assert len(nodes(graph, torch.ops.gtp.finalize.default)) == 2
+    graph.run("group_wgrads")
+    assert len(nodes(graph, torch.ops.gtp.finalize.default)) == 1
