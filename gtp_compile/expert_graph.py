@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
 from gtp_compile.bare_reads import real_input
 from gtp_compile.eager_forward import read_whole
@@ -33,7 +32,6 @@ class ExpertGraph:
 
     def __init__(self, gm: fx.GraphModule, never_captured: bool) -> None:
         self.never_captured = never_captured
-        self._has_idle = _has_idle_expert(gm)
         self._module = _reading_wholes(gm)
 
     @classmethod
@@ -48,21 +46,13 @@ class ExpertGraph:
 
     def runs_captured(self, leaves: Sequence[ComputeLeaf]) -> bool:
         """Whether this call, with these weights, is left to the compiled graph; on every rank it is then."""
-        has_all = not self._has_idle and not read_in_part(leaves)
+        has_all = not read_in_part(leaves)
         scopes = {leaf.scope for leaf in leaves if leaf.experts is not None and leaf.scope is not None}
         return all([scope.runs_captured(has_all) for scope in scopes])
 
     def __call__(self, *args: Any) -> Any:
         """The graph's outputs, with autograd's eager graph behind them."""
         return self._module(*args)
-
-
-def _has_idle_expert(gm: fx.GraphModule) -> bool:
-    """Whether Dynamo specialised the graph for a tensor without rows: AOTAutograd drops what is made of it alone, and
-    with it an expert's gather, which ranks that have rows for the expert keep.
-    """
-    values = [t for node in gm.graph.nodes for t in tree_leaves(node.meta.get("example_value"))]
-    return any(isinstance(size, int) and size == 0 for t in values if isinstance(t, Tensor) for size in t.shape)
 
 
 def _reading_wholes(gm: fx.GraphModule) -> fx.GraphModule:
