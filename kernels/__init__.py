@@ -7,6 +7,7 @@ reference, CUDA runs Triton or cuBLAS, fake tensors get shapes without guards.
 
 from gtp_compile.kernels.dense_wgrad import dense_wgrad, dense_wgrad_into
 from gtp_compile.kernels.grouped_linear import grouped_linear
+from gtp_compile.kernels.grouped_linear_parts import grouped_linear_parts
 from gtp_compile.kernels.grouped_wgrad import grouped_wgrad, grouped_wgrad_into
 from gtp_compile.kernels.grouped_wgrad_add import grouped_wgrad_add_
 from gtp_compile.kernels.grouped_wgrad_parts import grouped_wgrad_parts
@@ -15,6 +16,7 @@ __all__ = [
     "dense_wgrad",
     "dense_wgrad_into",
     "grouped_linear",
+    "grouped_linear_parts",
     "grouped_wgrad",
     "grouped_wgrad_add_",
     "grouped_wgrad_into",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gtp_compile.kernels.checks import OP_TAGS, check_offs, check_operands, check_same_size
+from gtp_compile.kernels.grouped_linear.choice import choose_grouped_linear
 from gtp_compile.kernels.grouped_linear.reference import grouped_linear_reference
 
 _OP = "gtp::grouped_linear"
@@ -24,11 +25,10 @@ def _cpu(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 
 def _cuda(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    _check(x, weight, offs)
-    # Imported on use: Triton exists on Linux only, and everything but this path works without it.
-    from gtp_compile.kernels.grouped_linear.triton import grouped_linear_triton
-
-    return grouped_linear_triton(x, weight, offs)
+    y = _fake(x, weight, offs)
+    if y.numel():
+        choose_grouped_linear(x, weight, y)(x, weight, offs, y)
+    return y
 
 
 def _fake(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:

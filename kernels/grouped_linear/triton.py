@@ -40,17 +40,24 @@ def _locate_tile(offs_ptr, row_tile, R, E, BLOCK_R: tl.constexpr, SEGMENTS: tl.c
 def _grouped_linear_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     offs_ptr,
     y_ptr,
     R,
     E,
     N,
     K,
+    chunk,
     stride_x_R,
     stride_x_K,
+    stride_weight_W,
     stride_weight_E,
     stride_weight_N,
     stride_weight_K,
+    stride_bias_E,
+    stride_bias_N,
+    SPLIT_DIM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -71,7 +78,11 @@ def _grouped_linear_kernel(
     mask_R = r_R < end
     mask_N = n_N < N
     x_R = x_ptr + r_R * stride_x_R
-    weight_N = weight_ptr + expert.to(tl.int64) * stride_weight_E + n_N * stride_weight_N
+    weight_N = weight_ptr + expert.to(tl.int64) * stride_weight_E
+    if SPLIT_DIM == 1:
+        weight_N += n_N // chunk * stride_weight_W + n_N % chunk * stride_weight_N
+    else:
+        weight_N += n_N * stride_weight_N
 
     y_RN = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
     # The tail is an expert without weights: it skips the products and stores zeros.
@@ -79,38 +90,52 @@ def _grouped_linear_kernel(
         k_K = start + tl.arange(0, BLOCK_K).to(tl.int64)
         mask_K = k_K < K
         x_RK = tl.load(x_R[:, None] + (k_K * stride_x_K)[None, :], mask=mask_R[:, None] & mask_K[None, :], other=0.0)
-        weight_KN = tl.load(
-            weight_N[None, :] + (k_K * stride_weight_K)[:, None], mask=mask_K[:, None] & mask_N[None, :], other=0.0
-        )
+        if SPLIT_DIM == 2:
+            weight_K = k_K // chunk * stride_weight_W + k_K % chunk * stride_weight_K
+        else:
+            weight_K = k_K * stride_weight_K
+        weight_KN = tl.load(weight_N[None, :] + weight_K[:, None], mask=mask_K[:, None] & mask_N[None, :], other=0.0)
         if INTERPRETED:
             x_RK = x_RK.to(tl.float32)
             weight_KN = weight_KN.to(tl.float32)
         y_RN = tl.dot(x_RK, weight_KN, acc=y_RN, input_precision="ieee")
 
+    if HAS_BIAS:
+        bias_N = bias_ptr + expert.to(tl.int64) * stride_bias_E + n_N * stride_bias_N
+        y_RN += tl.load(bias_N, mask=mask_N & (expert < E), other=0.0).to(tl.float32)[None, :]
     y_ptrs_RN = y_ptr + (r_R * N)[:, None] + n_N[None, :]
     tl.store(y_ptrs_RN, y_RN.to(y_ptr.dtype.element_ty), mask=mask_R[:, None] & mask_N[None, :])
 
 
-def grouped_linear_triton(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """Launch the bound of row tiles times N tiles; x [R, K], weight [E, N, K], offs [E] int32 -> [R, N]."""
-    (R, K), (E, N, _) = x.shape, weight.shape
-    y = torch.empty((R, N), dtype=x.dtype, device=x.device)
-    if y.numel() == 0:
-        return y
+def grouped_linear_triton(
+    x: Tensor, weight: Tensor, offs: Tensor, y: Tensor, bias: Tensor | None = None, split_dim: int = 0
+) -> None:
+    """Store `x_e @ weight[e]^T + bias[e]` in y [R, N]; x [R, K], weight [E, N, K], offs [E] int32, bias [E, N].
+
+    With split_dim, the weight lies in parts: [W, E, c, K] (1) or [W, E, N, c] (2). The launch is the bound of row
+    tiles times N tiles.
+    """
+    (R, K), N, E = x.shape, y.shape[1], offs.shape[0]
+    parts = weight if split_dim else weight[None]
     config = grouped_linear_config(x.dtype)
     grid = ((triton.cdiv(R, config.block_r) + E) * triton.cdiv(N, config.block_n),)
     with torch.cuda.device_of(x):
         _grouped_linear_kernel[grid](
             x,
-            weight,
+            parts,
+            y if bias is None else bias,
             offs.contiguous(),
             y,
             R,
             E,
             N,
             K,
+            parts.shape[split_dim + 1],
             *x.stride(),
-            *weight.stride(),
+            *parts.stride(),
+            *((0, 0) if bias is None else bias.stride()),
+            SPLIT_DIM=split_dim,
+            HAS_BIAS=bias is not None,
             BLOCK_R=config.block_r,
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,
@@ -120,4 +145,3 @@ def grouped_linear_triton(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return y

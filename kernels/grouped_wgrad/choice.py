@@ -31,7 +31,7 @@ def choose_grouped_wgrad(dy: Tensor, x: Tensor, dw: Tensor, split_dim: int = 0) 
     their split: the two kernels sum in different orders, and ranks or steps must not differ by that.
     """
     # Imported on use: Triton exists on Linux only, and Gluon in some of its versions only.
-    if _has_gluon() and _is_hopper(dw.device) and _suits_tma(dy, x, dw) and _is_split_at_pieces(dw, split_dim):
+    if has_gluon() and is_hopper(dw.device) and _suits_tma(dy, x, dw) and _is_split_at_pieces(dw, split_dim):
         from gtp_compile.kernels.grouped_wgrad.gluon import grouped_wgrad_gluon
 
         return grouped_wgrad_gluon
@@ -40,14 +40,16 @@ def choose_grouped_wgrad(dy: Tensor, x: Tensor, dw: Tensor, split_dim: int = 0) 
     return grouped_wgrad_triton
 
 
-def _has_gluon() -> bool:
+def has_gluon() -> bool:
+    """Tell whether the installed Triton is one on which the Gluon kernels have been tested."""
     import triton
 
     major, minor = triton.__version__.split(".")[:2]
     return (int(major), int(minor)) in _GLUON_TRITONS
 
 
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """Tell whether a device has Hopper's tensor cores."""
     # ROCm counts its capabilities in numbers of its own, 9.4 among them.
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
@@ -59,17 +61,23 @@ def _suits_tma(dy: Tensor, x: Tensor, dw: Tensor) -> bool:
     # Where K is no multiple of 8, TMA was seen to write past the ends of rows.
     if dw.shape[-1] % 8:
         return False
-    return all(tensor.stride(-1) == 1 and _is_aligned(tensor) for tensor in (dy, x, dw)) and _has_rows_apart(dy, x)
+    return (
+        all(tensor.stride(-1) == 1 and is_aligned(tensor) for tensor in (dy, x, dw))
+        and has_rows_apart(dy)
+        and has_rows_apart(x)
+    )
 
 
 def _is_split_at_pieces(dw: Tensor, split_dim: int) -> bool:
     return split_dim == 0 or dw.shape[1 + split_dim] % _PIECE == 0
 
 
-def _is_aligned(tensor: Tensor) -> bool:
+def is_aligned(tensor: Tensor) -> bool:
+    """Tell whether TMA can address a tensor: its start and all strides but the last are multiples of 16 bytes."""
     outer = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
     return not any(offset % _TMA_ALIGNMENT for offset in (tensor.data_ptr(), *outer))
 
 
-def _has_rows_apart(dy: Tensor, x: Tensor) -> bool:
-    return dy.stride(0) >= dy.shape[1] and x.stride(0) >= x.shape[1]
+def has_rows_apart(matrix: Tensor) -> bool:
+    """Tell whether no two rows overlap."""
+    return matrix.stride(0) >= matrix.shape[1]

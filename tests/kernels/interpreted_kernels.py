@@ -31,6 +31,13 @@ def fresh(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype = torch.fl
     return dw
 
 
+def linear(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    y = torch.full((x.shape[0], weight.shape[1]), torch.nan, dtype=x.dtype)
+    if y.numel():
+        grouped_linear_triton(x, weight, offs, y)
+    return y
+
+
 # Strides do not meet dtypes in the kernels, so each is varied alone: the interpreter takes a tenth of a second a call.
 VARIANTS = [(dtype, "contiguous") for dtype in DTYPES] + [(torch.float32, layout) for layout in LAYOUTS[1:]]
 
@@ -103,8 +110,24 @@ def test_grouped_linear(case: Case, dtype: torch.dtype, role: str) -> None:
         weight = torch.randn(len(case.counts), case.n, case.k).to(dtype)
     else:
         weight = torch.randn(len(case.counts), case.k, case.n).to(dtype).transpose(1, 2)
-    y = grouped_linear_triton(x, weight, case.offs())
+    y = linear(x, weight, case.offs())
     assert relative_error(y, linear_float64(x, weight, case.slices)) <= ONE_ULP[dtype]
+    assert not y[sum(case.counts) :].any()
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("case", [CASES[2], CASES[3], CASES[4]], ids=case_id)
+def test_grouped_linear_over_parts(case: Case, dim: int) -> None:
+    x = case.matrix(case.k, torch.float32, layout="contiguous", seed=1)
+    weight, bias = torch.randn(len(case.counts), case.n, case.k), torch.randn(len(case.counts), case.n)
+    parts = cut_into_parts(weight, dim, 3)
+    padding = cut_into_parts(torch.ones_like(weight), dim, 3) == 0
+    y = torch.full((case.rows, case.n), torch.nan)
+    grouped_linear_triton(x, parts.masked_fill(padding, torch.nan), case.offs(), y, bias, dim)
+    expected = linear_float64(x, weight, case.slices)
+    for expert, routed in enumerate(case.slices):
+        expected[routed] += bias[expert]
+    assert relative_error(y, expected) <= 1e-6
     assert not y[sum(case.counts) :].any()
 
 
@@ -113,7 +136,7 @@ def test_wrong_offsets_stay_inside_the_buffers() -> None:
     offs = torch.tensor([4, 900], dtype=torch.int32)
     clamped = torch.tensor([4, 6], dtype=torch.int32)
     weight = torch.randn(2, 3, 4)
-    assert torch.equal(grouped_linear_triton(x, weight, offs), grouped_linear_triton(x, weight, clamped))
+    assert torch.equal(linear(x, weight, offs), linear(x, weight, clamped))
     assert torch.equal(fresh(x, x, offs), fresh(x, x, clamped))
     offs = torch.tensor([-3, 4, 2], dtype=torch.int32)
     clamped = torch.tensor([0, 4, 4], dtype=torch.int32)

@@ -85,3 +85,12 @@ def test_gluon_takes(hopper: pytest.MonkeyPatch, operands: dict[str, Tensor]) ->
 @pytest.mark.parametrize("operands", REFUSED.values(), ids=REFUSED)
 def test_triton_takes_the_rest(hopper: pytest.MonkeyPatch, operands: dict[str, Tensor]) -> None:
     assert chosen(**operands) == "grouped_wgrad_triton"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("split_dim", "chunk", "kernel"), [(1, 64, "gluon"), (1, 72, "triton"), (2, 192, "gluon"), (2, 40, "triton")]
+)
+def test_parts_of_whole_pieces(hopper: pytest.MonkeyPatch, split_dim: int, chunk: int, kernel: str) -> None:
+    """The Gluon kernel stores 64 x 64 at once, and no border of a part may cut that."""
+    dw = torch.zeros(2, 3, *((chunk, 72) if split_dim == 1 else (40, chunk)))
+    assert choose_grouped_wgrad(half(24, 40), half(24, 72), dw, split_dim).__name__ == f"grouped_wgrad_{kernel}"

@@ -1,0 +1,57 @@
+"""Which kernel computes a grouped linear on CUDA."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gtp_compile.kernels.grouped_wgrad.choice import has_gluon, has_rows_apart, is_aligned, is_hopper
+
+_BLOCK_K = 64  # features that the Gluon kernel multiplies, and out features that it reads, in one piece
+
+
+class Launcher(Protocol):
+    """Stores `x_e @ weight[e]^T + bias[e]` in y [R, N]; x [R, K], weight [E, N, K], offs [E] int32, bias [E, N].
+
+    With split_dim, the weight lies in parts: [W, E, c, K] (1) or [W, E, N, c] (2).
+    """
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, offs: Tensor, y: Tensor, bias: Tensor | None = None, split_dim: int = 0
+    ) -> None: ...
+
+
+def choose_grouped_linear(x: Tensor, weight: Tensor, y: Tensor, split_dim: int = 0) -> Launcher:
+    """Return the kernel for these operands.
+
+    It depends on the GPU, the installed Triton, dtypes, strides and alignment, and on neither the number of rows nor
+    their split.
+    """
+    # Imported on use: Triton exists on Linux only, and Gluon in some of its versions only.
+    if has_gluon() and is_hopper(x.device) and _suits_tma(x, weight, y) and _is_split_at_pieces(x, weight, split_dim):
+        from gtp_compile.kernels.grouped_linear.gluon import grouped_linear_gluon
+
+        return grouped_linear_gluon
+    from gtp_compile.kernels.grouped_linear.triton import grouped_linear_triton
+
+    return grouped_linear_triton
+
+
+def _suits_tma(x: Tensor, weight: Tensor, y: Tensor) -> bool:
+    if x.dtype not in (torch.bfloat16, torch.float16) or 0 in (*x.shape, *weight.shape):
+        return False
+    stored = weight if weight.stride(-1) == 1 else weight.transpose(-1, -2)
+    # Where N is no multiple of 8, TMA was seen to write past the ends of rows.
+    return (
+        y.shape[1] % 8 == 0
+        and all(tensor.stride(-1) == 1 and is_aligned(tensor) for tensor in (x, stored, y))
+        and has_rows_apart(x)
+    )
+
+
+def _is_split_at_pieces(x: Tensor, weight: Tensor, split_dim: int) -> bool:
+    """Tell whether no piece of the weight lies in two parts, nor behind the end where it is multiplied."""
+    if split_dim == 0:
+        return True
+    chunk = weight.shape[split_dim + 1]
+    return chunk % _BLOCK_K == 0 and (split_dim == 1 or weight.shape[0] * chunk == x.shape[1])
