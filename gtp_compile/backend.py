@@ -135,6 +135,9 @@ def _with_bookkeeping(
         leaves = [a for a in args if isinstance(a, ComputeLeaf)]
         if experts is not None and not experts.runs_captured(leaves):
             return experts(*args)
+        if experts is None:
+            for scope in {leaf.scope for leaf in leaves if leaf.scope is not None}:
+                scope.settle()
         for leaf in leaves:
             leaf.check_use()
             leaf.compiled_uses += 1

@@ -192,7 +192,8 @@ class EagerForward:
             leaf.scope = outer
 
     def read(self, leaf: ComputeLeaf) -> Tensor:
-        """A whole weight; the first read of an expert gathers all, in the order of declaration, as on every rank."""
+        """A whole weight; the first read gathers all experts, in the order of declaration, as on every rank."""
+        self.settle()
         if leaf in self._experts and not self.runs_captured(False):
             if not self._gathered:
                 self._gather()
@@ -203,6 +204,14 @@ class EagerForward:
         if self._is_training:
             self._reached.append(full)
         return full
+
+    def settle(self) -> None:
+        """Before any weight below the module is read in a way that has not all of a list's experts: gather those.
+
+        A shared expert behind the loop would else be gathered first on a rank whose batch hit none.
+        """
+        if self._has_lists and not self.runs_captured(False) and not self._gathered:
+            self._gather()
 
     def runs_captured(self, has_all: bool) -> bool:
         """Whether compiled graphs have the experts' collectives: where the first graph that reads them has all, and so
@@ -238,12 +247,17 @@ class EagerForward:
             self._gather()
         wholes = [t for t in (*self._wholes, *self._reached) if t.requires_grad]
         inputs = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
-        flat, spec = tree_flatten(output)
-        first = next((i for i, t in enumerate(flat) if isinstance(t, Tensor) and t.is_floating_point()), None)
-        if first is None or not (wholes or inputs or self._computed) or not self._is_training:
+        if not (wholes or inputs or self._computed) or not self._is_training:
             return output
-        flat[first] = _Tie.apply(flat[first], len(wholes), *wholes, *inputs, *self._computed)
-        return tree_unflatten(flat, spec)
+        flat, spec = tree_flatten(output)
+        tied = [
+            # Each of them: a loss may begin at any.
+            _Tie.apply(t, len(wholes), *wholes, *inputs, *self._computed)
+            if isinstance(t, Tensor) and t.is_floating_point()
+            else t
+            for t in flat
+        ]
+        return tree_unflatten(tied, spec)
 
     def _has_captured_all(self) -> bool:
         if self._has_lists:

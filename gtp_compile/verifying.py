@@ -63,7 +63,7 @@ def verify(
     def run(*args: Any, **kwargs: Any) -> Verification:
         leaves = leaves_of(unwrap(model))
         names = {id(p): name for name, p in unwrap(model).named_parameters()}
-        session = Session(record=True, names=names)
+        session = Session(record=True, keep_text=False, names=names)
         recorder = _Recorder()
         with preserved_state(model):
             for leaf in leaves:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from dist_helpers import BF16, close_main_grad, compiled, double_leaf, expect, linear64, reduced, sharded, spy
+from dist_helpers import BF16, FP32, close_main_grad, compiled, double_leaf, expect, linear64, reduced, sharded, spy
 from ranks import run_ranks
 from torch import Tensor, nn
 from uneven import Warned, loss, message
@@ -110,16 +110,59 @@ def trained(
 
 
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["list", "tolist"])
+@pytest.mark.parametrize("sizes", [BUSY, SIZES], ids=["busy", "some idle"])
 @pytest.mark.works("a compiled loop over every expert of a `ModuleList`", "captured, also behind a graph break")
-def test_a_loop_over_every_expert_is_captured(as_tensor):
-    assert run_ranks(trained, 2, Static, "experts", BUSY, True, as_tensor) == ["captured"] * 2
+def test_a_loop_over_every_expert_is_captured(as_tensor, sizes):
+    assert run_ranks(trained, 2, Static, "experts", sizes, True, as_tensor) == ["captured"] * 2
 
 
 @pytest.mark.works("one behind a graph break that skips experts without rows", "as in eager, on all ranks")
-@pytest.mark.parametrize("kind", [Static, Sparing])
-def test_a_graph_with_all_experts_runs_in_eager_where_another_rank_has_not_all(kind):
-    for told in run_ranks(trained, 2, kind, "experts", SIZES, True, True):
-        assert f"{kind.__name__}: runs outside compiled graphs" in told
+def test_a_graph_with_all_experts_runs_in_eager_where_another_rank_has_not_all():
+    for told in run_ranks(trained, 2, Sparing, "experts", SIZES, True, True):
+        assert "Sparing: runs outside compiled graphs" in told
+
+
+class Shared(nn.Module):
+    """A shared expert behind the loop over those that were hit; or a second output, with a constant where none was."""
+
+    def __init__(self, has_shared: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(E))
+        self.shared_mlp = Expert() if has_shared else None
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y = torch.zeros_like(x)
+        for e in chosen.unique().tolist():
+            rows = (chosen == e).nonzero().flatten()
+            y = y.index_add(0, rows, self.experts[e](x[rows]))
+        return (x.float().mean(), y) if self.shared_mlp is None else y + self.shared_mlp(x)
+
+    def exact(self, w: dict[str, Tensor], x: Tensor, chosen: Tensor) -> Tensor:
+        parts = [linear64(x * (chosen == e).unsqueeze(1), w[f"experts.{e}.weight"]) for e in range(E)]
+        return sum(parts) if self.shared_mlp is None else sum(parts) + linear64(x, w["shared_mlp.weight"])
+
+
+def beside(rank: int, has_shared: bool, is_compiled: bool) -> list[str]:
+    torch.manual_seed(1)
+    model = Shared(has_shared)
+    w = {n: double_leaf(p) for n, p in model.named_parameters()}
+    sharded(model, param_dtype=FP32)  # a shared expert's GEMM in eager would round to bf16 first
+    run = compiled(model, fullgraph=False) if is_compiled else model
+    x, chosen = rows(rank).float(), torch.tensor([[0, 1, 1, 3, 0, 0, 0, 0], []][rank], dtype=torch.int64)
+    with spy() as seen:
+        output = run(x, chosen)
+        (output if has_shared else output[1]).sum().backward()
+    model.exact(w, x, chosen if len(chosen) else torch.full((8,), E)).sum().backward()
+    for name, param in model.named_parameters():
+        close_main_grad(param, reduced(w[name].grad))
+    return [repr(c) for c in seen]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("has_shared", [True, False], ids=["a shared expert behind", "a second output"])
+def test_a_rank_without_hits_keeps_up_with_what_is_beside_the_loop(has_shared, is_compiled):
+    first, second = run_ranks(beside, 2, has_shared, is_compiled)
+    assert first == second
 
 
 def every_list(fqn: str, module: nn.Module) -> bool:
