@@ -73,14 +73,17 @@ def _readers_in_backward(picked: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, Di
 
 
 def _is_bmm_with(user: fx.Node, operand: fx.Node, dims: Dims) -> bool:
-    """Whether `user` multiplies `operand`, a batch of the picked matrices, perhaps transposed, by something else."""
+    """Whether `user` multiplies `operand`, a batch of the picked matrices, perhaps transposed, by something else.
+
+    A batch of one, whose dim is None, too: ranks with more rows gather the weight again in backward, so all must.
+    """
     return (
         user.target is aten.bmm.default
         and user.args[0] is not user.args[1]
         and operand.meta["val"].dtype in FLOAT_DTYPES
         and len(dims) == 3
-        and all(d is not None and not d.part for d in dims)
-        and dims[0].is_batch  # type: ignore[union-attr]
+        and (dims[0] is None or (dims[0].is_batch and not dims[0].part))
+        and all(d is not None and not d.is_batch and not d.part for d in dims[1:])
     )
 
 
