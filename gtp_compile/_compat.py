@@ -36,8 +36,8 @@ __all__ = [
     "compile_fx_inner",
     "compile_name",
     "current_backward",
-    "decompositions",
     "default_store",
+    "empty_parts_kept",
     "fake_store",
     "fresh_compilation",
     "hidden_from_modes",
@@ -74,13 +74,19 @@ def uncached() -> Iterator[None]:
         yield
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's decompositions, less those that leave out what is known to be empty.
+@contextlib.contextmanager
+def empty_parts_kept() -> Iterator[None]:
+    """Trace `cat` as it is: Inductor's decomposition drops parts that are known to have no rows.
 
-    `cat` drops parts without rows, and with them the GEMM of an expert that got no tokens on this rank, and its
-    weight's gather, which the other ranks wait for.
+    With them go the GEMM of an expert that got no tokens on this rank, and its weight's gather, which the other ranks
+    wait for. Torch's table is changed meanwhile: one of our own would keep compiled graphs from being found again.
     """
-    return {op: fn for op, fn in select_decomp_table().items() if op is not torch.ops.aten.cat.default}
+    table = select_decomp_table()
+    cat = table.pop(torch.ops.aten.cat.default)
+    try:
+        yield
+    finally:
+        table[torch.ops.aten.cat.default] = cat
 
 
 @contextlib.contextmanager

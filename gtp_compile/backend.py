@@ -14,7 +14,7 @@ from gtp_compile._compat import (
     compile_fx,
     compile_fx_inner,
     compile_name,
-    decompositions,
+    empty_parts_kept,
     is_asked_for,
     make_boxed_func,
     uncached,
@@ -79,10 +79,8 @@ def gtp(
     afresh = opts.inner == "eager" or opts.debug_dir is not None or session is not None
     if afresh:
         patches["fx_graph_cache"] = False
-    with uncached() if afresh else contextlib.nullcontext():
-        compiled: Any = compile_fx(
-            gm, example_inputs, inner_compile=inner, config_patches=patches, decompositions=decompositions()
-        )
+    with uncached() if afresh else contextlib.nullcontext(), empty_parts_kept():
+        compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
     captured = session.graphs[known:] if session is not None else []
     return _with_bookkeeping(compiled, captured, taps, experts)
 

@@ -282,8 +282,11 @@ def _stackable(leaves: Iterable[ComputeLeaf]) -> list[tuple[ComputeLeaf, ...]]:
     """The leaves in groups that one collective gathers and one reduces: weights of a list's experts that are alike."""
     groups: dict[Any, list[ComputeLeaf]] = {}
     for leaf in leaves:
-        main_grad = None if leaf.main_grad is None else leaf.main_grad.dtype
-        facts = (leaf.registered.shape, leaf.mesh_layout, leaf.dtype, leaf.param_dtype, leaf.requires_grad, main_grad)
+        grad_dtype, has_main_grad = weight_grad_dtype(leaf, leaf.param_dtype), leaf.main_grad is not None
+        facts = (
+            leaf.registered.shape, leaf.mesh_layout, leaf.dtype, leaf.param_dtype, leaf.requires_grad, grad_dtype,
+            has_main_grad,
+        )  # fmt: skip
         groups.setdefault((leaf.experts, *facts) if leaf.experts is not None else leaf, []).append(leaf)
     return [tuple(group) for group in groups.values()]
 

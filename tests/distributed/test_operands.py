@@ -7,6 +7,7 @@ it (routing weights), factors inside the GEMM. Each gradient is held against flo
 
 import functools
 
+import pytest
 import torch
 import torch.nn.functional as F
 from dist_helpers import BF16, FP32
@@ -112,6 +113,7 @@ def float32(rank: int) -> None:
     train(rank, [of for of in (*HANDLED, *REFUSED) if of.name not in BF16_ONLY], "eager", COUNTS, FP32)
 
 
+@pytest.mark.long
 def test_float32_gradients_lose_nothing():
     """In float32 nothing is refused."""
     run_ranks(float32, 2)

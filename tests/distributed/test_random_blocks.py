@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import seed as seeded
 from moe_blocks import Block, blocks, failure
 
-BLOCKS = int(os.environ.get("GTP_BLOCKS", "40"))
+BLOCKS = int(os.environ.get("GTP_BLOCKS", "20"))
 SEED = int(os.environ.get("GTP_SEED", "0"))
 PARTS = 10  # so that several workers share them
 

@@ -100,7 +100,7 @@ def test_backward_reads_no_matrix_of_a_row(name):
     assert len(matrices_of_rows(forward.graph)) == 2  # weight[ids], as the model wrote it
     assert not matrices_of_rows(backward.graph)
     assert not set(matrices_of_rows(forward.graph)) & set(forward.graph.output_node().args[0][count:])
-    assert len(nodes(backward.graph, gtp.grouped_wgrad.default)) == 2
+    assert len(nodes(backward.graph, gtp.grouped_wgrad_parts.default)) == 2
     assert len(nodes(backward.graph, aten.sort.stable)) == 1  # for all of them
 
 
