@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gtp_compile.kernels.grouped_wgrad.choice import has_gluon, has_rows_apart, is_aligned, is_hopper
+from gtp_compile.kernels.capability import has_gluon, has_rows_apart, is_aligned, is_hopper
 
 _BLOCK_K = 64  # features that the Gluon kernel multiplies, and out features that it reads, in one piece
 

@@ -24,19 +24,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gtp_compile.kernels.grouped_wgrad.gluon import (
-    _CONSUMER_REGISTERS,
-    _HELPER_REGISTERS,
-    _QUEUE,
-    _ROWS,
-    _TILE_FIELDS,
-    _barrier,
-    _describe,
-    _describe_rows,
-    _put_tile,
-    _read_box,
-    _take_tile,
-    _write_box,
+from gtp_compile.kernels.hopper import (
+    CONSUMER_REGISTERS,
+    HELPER_REGISTERS,
+    QUEUE,
+    ROWS,
+    TILE_FIELDS,
+    barrier,
+    describe,
+    describe_rows,
+    next_slot,
+    put_tile,
+    read_box,
+    take_tile,
+    write_box,
 )
 
 _BLOCK_R = gl.constexpr(128)
@@ -46,12 +47,6 @@ _BLOCK_K = gl.constexpr(64)
 _PIECE_N = gl.constexpr(64)  # out features that lie in one part, where those are cut
 _STAGES = gl.constexpr(6)
 _BAND = gl.constexpr(8)  # row tiles that walk the columns together, so that what they share stays in the L2 cache
-
-
-@gluon.jit
-def _next_slot(slot, phase):
-    wraps = slot == _STAGES - 1
-    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -72,7 +67,7 @@ def _schedule(offs_ptr, R, E, N, queue):
             band = local // (_BAND * tiles_N)
             local = local % (_BAND * tiles_N)
             height = gl.minimum(tiles_R - band * _BAND, _BAND)
-            _put_tile(
+            put_tile(
                 index,
                 queue,
                 expert,
@@ -89,7 +84,7 @@ def _schedule(offs_ptr, R, E, N, queue):
             expert += 1
             end = gl.minimum(gl.load(offs_ptr + gl.minimum(expert, E - 1)), R)
             end = gl.where(expert < E, end, R)
-    _put_tile(index, queue, -1, 0, 0, 0, 0)
+    put_tile(index, queue, -1, 0, 0, 0, 0)
 
 
 @gluon.jit
@@ -111,15 +106,15 @@ def _load(
     slot = 0
     phase = 1
     index = 0
-    expert, r, n, end, rows = _take_tile(index, queue)
+    expert, r, n, end, rows = take_tile(index, queue)
     while expert >= 0:
-        row = _ROWS - rows + r
+        row = ROWS - rows + r
         for k in range(0, gl.where(expert < E, K, 0), _BLOCK_K):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             mbarrier.expect(bar, nbytes)
             for half in gl.static_range(2):
-                _read_box(x_desc, [_ROWS, end, row + half * _HALF_R, k], bar, x_ring.index(slot * 2 + half))
+                read_box(x_desc, [ROWS, end, row + half * _HALF_R, k], bar, x_ring.index(slot * 2 + half))
             for piece in gl.static_range(pieces):
                 part = 0
                 out = n + piece * size
@@ -132,13 +127,13 @@ def _load(
                     inner = k % chunk
                 if K_INNERMOST:
                     buffer = weight_ring.index(slot).slice(piece * size, size, 2)
-                    _read_box(weight_desc, [part, expert, out, inner], bar, buffer)
+                    read_box(weight_desc, [part, expert, out, inner], bar, buffer)
                 else:
                     buffer = weight_ring.index(slot).slice(piece * size, size, 3)
-                    _read_box(weight_desc, [part, expert, inner, out], bar, buffer)
-            slot, phase = _next_slot(slot, phase)
+                    read_box(weight_desc, [part, expert, inner, out], bar, buffer)
+            slot, phase = next_slot(slot, phase, _STAGES)
         index += 1
-        expert, r, n, end, rows = _take_tile(index, queue)
+        expert, r, n, end, rows = take_tile(index, queue)
 
 
 @gluon.jit
@@ -161,7 +156,7 @@ def _multiply(
     slot = 0
     phase = 0
     index = 0
-    expert, r, n, end, rows = _take_tile(index, queue)
+    expert, r, n, end, rows = take_tile(index, queue)
     while expert >= 0:
         y_RN = gl.zeros([_HALF_R, _BLOCK_N], gl.float32, layout)
         previous = 0
@@ -175,25 +170,25 @@ def _multiply(
                 weight_KN = weight_ring.index(slot).reshape([_BLOCK_K, _BLOCK_N])
             y_RN = warpgroup_mma(x_RK, weight_KN, y_RN, is_async=True)
             y_RN = warpgroup_mma_wait(num_outstanding=1, deps=[y_RN])
-            _barrier()
+            barrier()
             mbarrier.arrive(empty.index(previous), count=1, pred=k > 0)
             previous = slot
-            slot, phase = _next_slot(slot, phase)
+            slot, phase = next_slot(slot, phase, _STAGES)
         y_RN = warpgroup_mma_wait(num_outstanding=0, deps=[y_RN])
-        _barrier()
+        barrier()
         mbarrier.arrive(empty.index(previous), count=1, pred=features > 0)
         if HAS_BIAS:
             n_N = n + gl.arange(0, _BLOCK_N, layout=gl.SliceLayout(0, layout))
             bias_N = gl.load(bias_ptr + expert.to(gl.int64) * N + n_N, mask=(n_N < N) & (expert < E), other=0.0)
             y_RN += bias_N.to(gl.float32)[None, :]
         tma.store_wait(pendings=0)
-        _barrier()
+        barrier()
         buffer.reshape([_HALF_R, _BLOCK_N]).store(y_RN.to(y_desc.dtype))
         fence_async_shared()
-        _barrier()
-        _write_box(y_desc, [_ROWS, end, _ROWS - rows + r + half * _HALF_R, n], buffer)
+        barrier()
+        write_box(y_desc, [ROWS, end, ROWS - rows + r + half * _HALF_R, n], buffer)
         index += 1
-        expert, r, n, end, rows = _take_tile(index, queue)
+        expert, r, n, end, rows = take_tile(index, queue)
     tma.store_wait(pendings=0)
 
 
@@ -212,21 +207,21 @@ def _grouped_linear_gluon_kernel(
     K_INNERMOST: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    waits: gl.constexpr = mbarrier.MBarrierLayout()
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [_STAGES * 2, 1, 1, _HALF_R, _BLOCK_K], x_desc.layout)
     box: gl.constexpr = [_BLOCK_N, _BLOCK_K] if K_INNERMOST else [_BLOCK_K, _BLOCK_N]
     weight_ring = gl.allocate_shared_memory(weight_desc.dtype, [_STAGES, 1, 1, box[0], box[1]], weight_desc.layout)
-    ring_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], barrier)
-    ring_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], barrier)
+    ring_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], waits)
+    ring_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], waits)
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    fields = gl.allocate_shared_memory(gl.int32, [_QUEUE * _TILE_FIELDS, 1], one)
-    queue_full = gl.allocate_shared_memory(gl.int64, [_QUEUE, 1], barrier)
-    queue_empty = gl.allocate_shared_memory(gl.int64, [_QUEUE, 1], barrier)
+    fields = gl.allocate_shared_memory(gl.int32, [QUEUE * TILE_FIELDS, 1], one)
+    queue_full = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], waits)
+    queue_empty = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], waits)
     staging = gl.allocate_shared_memory(y_desc.dtype, [2, 1, 1, _HALF_R, _BLOCK_N], y_desc.layout)
     for slot in gl.static_range(_STAGES):
         mbarrier.init(ring_full.index(slot), count=1)
         mbarrier.init(ring_empty.index(slot), count=2)
-    for slot in gl.static_range(_QUEUE):
+    for slot in gl.static_range(QUEUE):
         mbarrier.init(queue_full.index(slot), count=1)
         mbarrier.init(queue_empty.index(slot), count=3)
 
@@ -241,7 +236,7 @@ def _grouped_linear_gluon_kernel(
             (_schedule, (offs_ptr, R, E, N, queue)),
         ],
         [4, 1, 1],
-        [_CONSUMER_REGISTERS, _HELPER_REGISTERS, _HELPER_REGISTERS],
+        [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS],
     )
 
 
@@ -262,9 +257,9 @@ def grouped_linear_gluon(
     programs = min(bound, torch.cuda.get_device_properties(x.device).multi_processor_count)
     with torch.cuda.device_of(x):
         _grouped_linear_gluon_kernel[(programs,)](
-            _describe_rows(x, _BLOCK_K.value),
-            _describe(stored, list(stored.shape), list(stored.stride()), [1, 1, *box]),
-            _describe_rows(y, _BLOCK_N.value),
+            describe_rows(x, _HALF_R.value, _BLOCK_K.value),
+            describe(stored, list(stored.shape), list(stored.stride()), [1, 1, *box]),
+            describe_rows(y, _HALF_R.value, _BLOCK_N.value),
             offs.contiguous(),
             y if bias is None else bias.contiguous(),
             R,

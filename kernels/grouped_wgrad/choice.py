@@ -5,11 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Versions on whose output the GPU tests have run. The kernel compiles with newer ones too, but Gluon is experimental:
-# after `pytest -m gpu tests/kernels` with one of them, it may be added here.
-_GLUON_TRITONS = ((3, 6),)
+from gtp_compile.kernels.capability import has_gluon, has_rows_apart, is_aligned, is_hopper
 
-_TMA_ALIGNMENT = 16  # bytes
 _PIECE = 64  # rows and columns that the Gluon kernel stores at once
 
 
@@ -40,20 +37,6 @@ def choose_grouped_wgrad(dy: Tensor, x: Tensor, dw: Tensor, split_dim: int = 0) 
     return grouped_wgrad_triton
 
 
-def has_gluon() -> bool:
-    """Tell whether the installed Triton is one on which the Gluon kernels have been tested."""
-    import triton
-
-    major, minor = triton.__version__.split(".")[:2]
-    return (int(major), int(minor)) in _GLUON_TRITONS
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Tell whether a device has Hopper's tensor cores."""
-    # ROCm counts its capabilities in numbers of its own, 9.4 among them.
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def _suits_tma(dy: Tensor, x: Tensor, dw: Tensor) -> bool:
     """Tell whether the tensor cores multiply the operands, and TMA can address all three tensors."""
     if dy.dtype not in (torch.bfloat16, torch.float16):
@@ -70,14 +53,3 @@ def _suits_tma(dy: Tensor, x: Tensor, dw: Tensor) -> bool:
 
 def _is_split_at_pieces(dw: Tensor, split_dim: int) -> bool:
     return split_dim == 0 or dw.shape[1 + split_dim] % _PIECE == 0
-
-
-def is_aligned(tensor: Tensor) -> bool:
-    """Tell whether TMA can address a tensor: its start and all strides but the last are multiples of 16 bytes."""
-    outer = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
-    return not any(offset % _TMA_ALIGNMENT for offset in (tensor.data_ptr(), *outer))
-
-
-def has_rows_apart(matrix: Tensor) -> bool:
-    """Tell whether no two rows overlap."""
-    return matrix.stride(0) >= matrix.shape[1]

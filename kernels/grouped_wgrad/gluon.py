@@ -13,8 +13,6 @@
 # Split into W parts of C rows or columns, dw is [W * E, C, K] or [W * E, N, C]. What is stored in one piece has 64 rows
 # and columns; C is a multiple of that, so that each piece lies in one part.
 
-from functools import cache
-
 import torch
 import triton
 from torch import Tensor
@@ -27,12 +25,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# The second name is that of Triton 3.6.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_read_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_write_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+from gtp_compile.kernels.hopper import (
+    CONSUMER_REGISTERS,
+    HELPER_REGISTERS,
+    QUEUE,
+    ROWS,
+    TILE_FIELDS,
+    barrier,
+    describe,
+    describe_rows,
+    next_slot,
+    put_tile,
+    read_box,
+    take_tile,
+    write_box,
+)
 
 # 128 x 128 tiles leave room to stage a whole one (64 KiB in float32) beside a ring of five steps of 32 KiB.
 _BLOCK_R = gl.constexpr(64)
@@ -41,19 +49,7 @@ _BLOCK_K = gl.constexpr(128)
 _HALF_N = gl.constexpr(64)  # rows of a tile that one consumer owns
 _CHUNK_K = gl.constexpr(64)  # columns that go through shared memory in one piece
 _STAGES = gl.constexpr(5)
-_QUEUE = gl.constexpr(2)
 _BAND = gl.constexpr(4)  # row tiles that walk the columns together, so that what they share stays in the L2 cache
-_CONSUMER_REGISTERS = gl.constexpr(208)
-_HELPER_REGISTERS = gl.constexpr(40)
-
-_TILE_FIELDS = gl.constexpr(5)  # expert, first row and column, end and number of the expert's rows
-_ROWS = gl.constexpr(1 << 30)  # more rows than any operand has
-
-
-@gluon.jit
-def _next_slot(slot, phase):
-    wraps = slot == _STAGES - 1
-    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -91,40 +87,6 @@ def _locate_rows(offs_ptr, expert, R):
 
 
 @gluon.jit
-def _put_tile(index, queue, expert, n, k, end, rows):
-    fields, full, empty = queue
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    slot = index % _QUEUE
-    mbarrier.wait(empty.index(slot), (index // _QUEUE & 1) ^ 1)
-    at = slot * _TILE_FIELDS
-    fields.index(at).store(gl.full([1], expert, gl.int32, layout))
-    fields.index(at + 1).store(gl.full([1], n, gl.int32, layout))
-    fields.index(at + 2).store(gl.full([1], k, gl.int32, layout))
-    fields.index(at + 3).store(gl.full([1], end, gl.int32, layout))
-    fields.index(at + 4).store(gl.full([1], rows, gl.int32, layout))
-    _barrier()
-    mbarrier.arrive(full.index(slot), count=1)
-
-
-@gluon.jit
-def _take_tile(index, queue):
-    """Return the fields of the next tile; its expert is -1 when there is none."""
-    fields, full, empty = queue
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    slot = index % _QUEUE
-    mbarrier.wait(full.index(slot), index // _QUEUE & 1)
-    at = slot * _TILE_FIELDS
-    expert = gl.max(fields.index(at).load(layout), 0)
-    n = gl.max(fields.index(at + 1).load(layout), 0)
-    k = gl.max(fields.index(at + 2).load(layout), 0)
-    end = gl.max(fields.index(at + 3).load(layout), 0)
-    rows = gl.max(fields.index(at + 4).load(layout), 0)
-    _barrier()
-    mbarrier.arrive(empty.index(slot), count=1)
-    return expert, n, k, end, rows
-
-
-@gluon.jit
 def _schedule(dw_desc, offs_ptr, R, parts, queue, ACCUMULATE: gl.constexpr, SPLIT_DIM: gl.constexpr):
     experts = dw_desc.shape[0] // parts
     tiles_N = gl.cdiv(dw_desc.shape[1] * (parts if SPLIT_DIM == 1 else 1), _BLOCK_N)
@@ -135,9 +97,9 @@ def _schedule(dw_desc, offs_ptr, R, parts, queue, ACCUMULATE: gl.constexpr, SPLI
         end, rows = _locate_rows(offs_ptr, expert, R)
         # Adding nothing is left out; a fresh gradient of an expert without rows has zeros to store.
         if rows > 0 or not ACCUMULATE:
-            _put_tile(index, queue, expert, n, k, end, rows)
+            put_tile(index, queue, expert, n, k, end, rows)
             index += 1
-    _put_tile(index, queue, -1, 0, 0, 0, 0)
+    put_tile(index, queue, -1, 0, 0, 0, 0)
 
 
 @gluon.jit
@@ -147,20 +109,20 @@ def _load(dy_desc, x_desc, ring, queue):
     slot = 0
     phase = 1
     index = 0
-    expert, n, k, end, rows = _take_tile(index, queue)
+    expert, n, k, end, rows = take_tile(index, queue)
     while expert >= 0:
         for r in range(0, rows, _BLOCK_R):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             mbarrier.expect(bar, nbytes)
-            row = _ROWS - rows + r
+            row = ROWS - rows + r
             for half in gl.static_range(2):
                 dy_half = dy_ring.index(slot * 2 + half)
-                _read_box(dy_desc, [_ROWS, end, row, n + half * _HALF_N], bar, dy_half)
-            _read_box(x_desc, [_ROWS, end, row, k], bar, x_ring.index(slot))
-            slot, phase = _next_slot(slot, phase)
+                read_box(dy_desc, [ROWS, end, row, n + half * _HALF_N], bar, dy_half)
+            read_box(x_desc, [ROWS, end, row, k], bar, x_ring.index(slot))
+            slot, phase = next_slot(slot, phase, _STAGES)
         index += 1
-        expert, n, k, end, rows = _take_tile(index, queue)
+        expert, n, k, end, rows = take_tile(index, queue)
 
 
 @gluon.jit
@@ -170,8 +132,8 @@ def _store_chunk(dw_NK, buffer, dw_desc, box, ACCUMULATE: gl.constexpr):
         dw_NK += buffer_NK.load(dw_NK.type.layout)
     buffer_NK.store(dw_NK.to(dw_desc.dtype))
     fence_async_shared()
-    _barrier()
-    _write_box(dw_desc, box, buffer)
+    barrier()
+    write_box(dw_desc, box, buffer)
 
 
 @gluon.jit
@@ -219,7 +181,7 @@ def _multiply(
     phase = 0
     fetches = 0
     index = 0
-    expert, n, k, _, rows = _take_tile(index, queue)
+    expert, n, k, _, rows = take_tile(index, queue)
     while expert >= 0:
         n += half * _HALF_N
         left_box = _locate_box(dw_desc, expert, n, k, parts, SPLIT_DIM)
@@ -232,21 +194,21 @@ def _multiply(
             if ACCUMULATE:
                 if r == halfway:
                     tma.store_wait(pendings=0)
-                    _barrier()
+                    barrier()
                     mbarrier.expect(fetched, _HALF_N * _BLOCK_K * 4)
-                    _read_box(dw_desc, left_box, fetched, left)
-                    _read_box(dw_desc, right_box, fetched, right)
+                    read_box(dw_desc, left_box, fetched, left)
+                    read_box(dw_desc, right_box, fetched, right)
             mbarrier.wait(full.index(slot), phase)
             dy_NR = dy_ring.index(slot * 2 + half).reshape([_BLOCK_R, _HALF_N]).permute((1, 0))
             x_RK = x_ring.index(slot).reshape([_BLOCK_R, _BLOCK_K])
             dw_NK = warpgroup_mma(dy_NR, x_RK, dw_NK, is_async=True)
             dw_NK = warpgroup_mma_wait(num_outstanding=1, deps=[dw_NK])
-            _barrier()
+            barrier()
             mbarrier.arrive(empty.index(previous), count=1, pred=r > 0)
             previous = slot
-            slot, phase = _next_slot(slot, phase)
+            slot, phase = next_slot(slot, phase, _STAGES)
         dw_NK = warpgroup_mma_wait(num_outstanding=0, deps=[dw_NK])
-        _barrier()
+        barrier()
         mbarrier.arrive(empty.index(previous), count=1, pred=rows > 0)
 
         if ACCUMULATE:
@@ -254,12 +216,12 @@ def _multiply(
             fetches += 1
         else:
             tma.store_wait(pendings=0)
-            _barrier()
+            barrier()
         left_NK, right_NK = _halve(_zero_padding(dw_NK, n, k, size, SPLIT_DIM))
         _store_chunk(left_NK, left, dw_desc, left_box, ACCUMULATE)
         _store_chunk(right_NK, right, dw_desc, right_box, ACCUMULATE)
         index += 1
-        expert, n, k, _, rows = _take_tile(index, queue)
+        expert, n, k, _, rows = take_tile(index, queue)
     tma.store_wait(pendings=0)
 
 
@@ -267,21 +229,21 @@ def _multiply(
 def _grouped_wgrad_gluon_kernel(
     dy_desc, x_desc, dw_desc, offs_ptr, R, parts, ACCUMULATE: gl.constexpr, SPLIT_DIM: gl.constexpr
 ):
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    waits: gl.constexpr = mbarrier.MBarrierLayout()
     dy_ring = gl.allocate_shared_memory(dy_desc.dtype, [_STAGES * 2, 1, 1, _BLOCK_R, _HALF_N], dy_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [_STAGES, 1, 1, _BLOCK_R, _BLOCK_K], x_desc.layout)
-    ring_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], barrier)
-    ring_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], barrier)
+    ring_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], waits)
+    ring_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], waits)
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    fields = gl.allocate_shared_memory(gl.int32, [_QUEUE * _TILE_FIELDS, 1], one)
-    queue_full = gl.allocate_shared_memory(gl.int64, [_QUEUE, 1], barrier)
-    queue_empty = gl.allocate_shared_memory(gl.int64, [_QUEUE, 1], barrier)
+    fields = gl.allocate_shared_memory(gl.int32, [QUEUE * TILE_FIELDS, 1], one)
+    queue_full = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], waits)
+    queue_empty = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], waits)
     staging = gl.allocate_shared_memory(dw_desc.dtype, [4, 1, _HALF_N, _CHUNK_K], dw_desc.layout)
-    fetched = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    fetched = gl.allocate_shared_memory(gl.int64, [2, 1], waits)
     for slot in gl.static_range(_STAGES):
         mbarrier.init(ring_full.index(slot), count=1)
         mbarrier.init(ring_empty.index(slot), count=2)
-    for slot in gl.static_range(_QUEUE):
+    for slot in gl.static_range(QUEUE):
         mbarrier.init(queue_full.index(slot), count=1)
         mbarrier.init(queue_empty.index(slot), count=3)
     for half in gl.static_range(2):
@@ -299,29 +261,8 @@ def _grouped_wgrad_gluon_kernel(
             (_schedule, (dw_desc, offs_ptr, R, parts, queue, ACCUMULATE, SPLIT_DIM)),
         ],
         [4, 1, 1],
-        [_CONSUMER_REGISTERS, _HELPER_REGISTERS, _HELPER_REGISTERS],
+        [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS],
     )
-
-
-def _describe_rows(matrix: Tensor, columns: int) -> TensorDescriptor:
-    """Describe [BLOCK_R, columns] boxes of a matrix that end with any given row.
-
-    The coordinate (_ROWS, end, _ROWS - rows + r, column) is row `end - rows + r`: _ROWS steps along the first and along
-    the third dimension are 2^64 elements together, and addresses wrap there. Rows from `end` on lie outside the third
-    dimension, so that TMA does not read them and fills in zeros.
-    """
-    stride = matrix.stride(0)
-    shape = [0x7FFF0000, 0x7FFF0000, _ROWS.value, matrix.shape[1]]
-    return _describe(matrix, shape, [2**34 - stride, stride, stride, 1], [1, 1, _BLOCK_R.value, columns])
-
-
-def _describe(tensor: Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(tensor, shape, strides, box, _swizzled(tensor.itemsize, len(box)))
-
-
-@cache
-def _swizzled(itemsize: int, rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(128, element_bitwidth=8 * itemsize, rank=rank)
 
 
 def grouped_wgrad_gluon(
@@ -344,9 +285,9 @@ def grouped_wgrad_gluon(
     programs = min(tiles, torch.cuda.get_device_properties(dw.device).multi_processor_count)
     with torch.cuda.device_of(dw):
         _grouped_wgrad_gluon_kernel[(programs,)](
-            _describe_rows(dy, _HALF_N.value),
-            _describe_rows(x, _BLOCK_K.value),
-            _describe(dw, [matrices, N, K], list(dw.stride()), [1, _HALF_N.value, _CHUNK_K.value]),
+            describe_rows(dy, _BLOCK_R.value, _HALF_N.value),
+            describe_rows(x, _BLOCK_R.value, _BLOCK_K.value),
+            describe(dw, [matrices, N, K], list(dw.stride()), [1, _HALF_N.value, _CHUNK_K.value]),
             offs.contiguous(),
             dy.shape[0],
             parts,

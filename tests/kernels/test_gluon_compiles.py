@@ -23,12 +23,13 @@ def test_grouped_wgrad_compiles_for_hopper(out_type: str, accumulate: bool, spli
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from gtp_compile.kernels.grouped_wgrad.gluon import _grouped_wgrad_gluon_kernel, _swizzled
+    from gtp_compile.kernels.grouped_wgrad.gluon import _grouped_wgrad_gluon_kernel
+    from gtp_compile.kernels.hopper import swizzled
 
-    dw_layout = _swizzled(4 if out_type == "fp32" else 2, 3)
+    dw_layout = swizzled(4 if out_type == "fp32" else 2, 3)
     signature = {
-        "dy_desc": f"tensordesc<bf16[1, 1, 64, 64],{_swizzled(2, 4)!r}>",
-        "x_desc": f"tensordesc<bf16[1, 1, 64, 128],{_swizzled(2, 4)!r}>",
+        "dy_desc": f"tensordesc<bf16[1, 1, 64, 64],{swizzled(2, 4)!r}>",
+        "x_desc": f"tensordesc<bf16[1, 1, 64, 128],{swizzled(2, 4)!r}>",
         "dw_desc": f"tensordesc<{out_type}[1, 64, 64],{dw_layout!r}>",
         "offs_ptr": "*i32",
         "R": "i32",
@@ -51,15 +52,15 @@ def test_grouped_linear_compiles_for_hopper(split_dim: int, k_innermost: bool, h
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from gtp_compile.kernels.grouped_linear.gluon import _grouped_linear_gluon_kernel
-    from gtp_compile.kernels.grouped_wgrad.gluon import _swizzled
+    from gtp_compile.kernels.hopper import swizzled
 
     size = 64 if split_dim == 1 else 128
     box = f"{size}, 64" if k_innermost else f"64, {size}"
     constants = {"SPLIT_DIM": split_dim, "K_INNERMOST": k_innermost, "HAS_BIAS": has_bias}
     signature = {
-        "x_desc": f"tensordesc<bf16[1, 1, 64, 64],{_swizzled(2, 4)!r}>",
-        "weight_desc": f"tensordesc<bf16[1, 1, {box}],{_swizzled(2, 4)!r}>",
-        "y_desc": f"tensordesc<bf16[1, 1, 64, 128],{_swizzled(2, 4)!r}>",
+        "x_desc": f"tensordesc<bf16[1, 1, 64, 64],{swizzled(2, 4)!r}>",
+        "weight_desc": f"tensordesc<bf16[1, 1, {box}],{swizzled(2, 4)!r}>",
+        "y_desc": f"tensordesc<bf16[1, 1, 64, 128],{swizzled(2, 4)!r}>",
         "offs_ptr": "*i32",
         "bias_ptr": "*bf16",
         **dict.fromkeys(("R", "E", "N", "K"), "i32"),
