@@ -20,9 +20,9 @@ from gtp_compile._compat import (
     uncached,
     will_accumulate,
 )
-from gtp_compile.bare_reads import input_name, real_input, refuse_bare_reads
+from gtp_compile.bare_reads import input_name, real_inputs, refuse_bare_reads
 from gtp_compile.config import GtpOptions, parse_options
-from gtp_compile.eager_forward import expect_all_ranks
+from gtp_compile.eager_forward import expect_all_ranks, scopes_of
 from gtp_compile.expert_graph import ExpertGraph
 from gtp_compile.graph_breaks import report_breaks
 from gtp_compile.parameters import ComputeLeaf, prepare_accumulation
@@ -87,9 +87,8 @@ def gtp(
 
 def _names(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[str]:
     """The inputs' names: qualified ones for placed weights."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    inputs = [(node, real_input(node, x)) for node, x in zip(placeholders, example_inputs, strict=False)]
-    return [x.fqn if isinstance(x, ComputeLeaf) else input_name(node) for node, x in inputs]
+    inputs = real_inputs(gm, example_inputs)
+    return [x.fqn if isinstance(x, ComputeLeaf) else input_name(node) for node, x in inputs.items()]
 
 
 def _has_call(gm: fx.GraphModule, *targets: Any) -> bool:
@@ -133,8 +132,9 @@ def _with_bookkeeping(
         leaves = [a for a in args if isinstance(a, ComputeLeaf)]
         if experts is not None and not experts.runs_captured(leaves):
             return experts(*args)
+        scopes = scopes_of(leaves)
         if experts is None:
-            for scope in {leaf.scope for leaf in leaves if leaf.scope is not None}:
+            for scope in scopes:
                 scope.settle()
         for leaf in leaves:
             leaf.check_use()
@@ -153,7 +153,7 @@ def _with_bookkeeping(
         if (trained or plain) and torch.is_grad_enabled():
             written = [a for a, node in zip(args, before, strict=True) if _node(a) is not node]
             _around_backward([*out, *written], before, trained, plain)
-        for scope in {leaf.scope for leaf in leaves if leaf.scope is not None}:
+        for scope in scopes:
             scope.computed(out)
         return out
 

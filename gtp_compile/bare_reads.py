@@ -12,7 +12,7 @@ from torch import fx
 from gtp_compile.parameters import ComputeLeaf
 from gtp_compile.weights import is_distributed_weight
 
-__all__ = ["input_name", "real_input", "refuse_bare_reads"]
+__all__ = ["input_name", "real_input", "real_inputs", "refuse_bare_reads"]
 
 _OPERATOR = type(torch.ops.aten.mm.default)
 
@@ -38,8 +38,7 @@ def refuse_bare_reads(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None
     Raises:
         ValueError: it is multiplied as it is: a shard in a full weight's place.
     """
-    for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
-        weight = real_input(node, example)
+    for node, weight in real_inputs(gm, example_inputs).items():
         if isinstance(weight, ComputeLeaf) or not is_distributed_weight(weight):
             continue
         user = _multiplied_by(node)
@@ -50,6 +49,12 @@ def refuse_bare_reads(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None
                 "gtp_compile.Linear (module.__class__ = gtp_compile.Linear; gtp_compile.shard does it for every "
                 "torch.nn.Linear) or gtp_compile.GroupedLinear"
             )
+
+
+def real_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+    """The object behind each input of a Dynamo graph, by its placeholder, in order."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return {node: real_input(node, x) for node, x in zip(placeholders, example_inputs, strict=False)}
 
 
 def real_input(node: fx.Node, example: Any) -> Any:

@@ -46,8 +46,8 @@ def check_graph(gm: fx.GraphModule, given: Collection[fx.Node] = ()) -> None:
                 )
 
 
-def check_metadata(gm: fx.GraphModule, given: Collection[fx.Node] = ()) -> None:
-    """Every node's recorded dtype and shape are those that its operator gives.
+def check_metadata(gm: fx.GraphModule, given: Collection[fx.Node] = ()) -> Collection[fx.Node]:
+    """Every node's recorded dtype and shape are those that its operator gives; returns those of `given` that are not.
 
     Args:
         gm: the graph behind a pass.
@@ -56,9 +56,11 @@ def check_metadata(gm: fx.GraphModule, given: Collection[fx.Node] = ()) -> None:
     Raises:
         RuntimeError: the message names the node, what is recorded and what the operator gives.
     """
-    for node, text in wrong_metadata(gm).items():
+    wrong = wrong_metadata(gm)
+    for node, text in wrong.items():
         if node not in given:
             raise RuntimeError(text)
+    return wrong
 
 
 def wrong_metadata(gm: fx.GraphModule) -> dict[fx.Node, str]:

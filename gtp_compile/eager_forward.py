@@ -9,9 +9,6 @@ whose equal weights are gathered as one stack:
     backward:  F.linear(x, w[e]) -> dy^T x in main_grad's dtype, added into the slice of one full-size buffer
                all uses done     -> the buffer is reduced
 
-`GatheredWeight` knows which slice of the whole it is by its address, so any views lead there. Other operators than
-those in `_PRODUCTS` leave their gradient to autograd, rounded to the compute dtype; `gtp::finalize` warns of that.
-
 Parts of such a forward may be compiled. A graph that has all experts of a list runs as it is where all ranks have one
 (they vote); any other runs in eager, with the gathered weights.
 """
@@ -24,20 +21,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from gtp_compile._compat import DisableTorchFunctionSubclass, current_backward, hidden_from_modes, skip_frame
+from gtp_compile._compat import current_backward, hidden_from_modes, skip_frame
 from gtp_compile.expert_lists import leaves_below, read_in_part
+from gtp_compile.gathered import Gathered, gather
 from gtp_compile.grouped_linear import GroupedLinear
-from gtp_compile.kernels import dense_wgrad
 from gtp_compile.parameters import ComputeLeaf, materialize_leaves
-from gtp_compile.passes.anchors import emit_of, finalize
-from gtp_compile.passes.collective_ops import emit_gather
+from gtp_compile.passes.anchors import emit_of
 from gtp_compile.weights import weight_grad_dtype
 
-__all__ = ["EagerForward", "expect_all_ranks", "has_loop", "read_whole", "scoped_forward"]
+__all__ = ["EagerForward", "expect_all_ranks", "has_loop", "read_whole", "scoped_forward", "scopes_of"]
 
 c10d = torch.ops._c10d_functional
 
@@ -124,7 +119,7 @@ def _read_again(leaf: ComputeLeaf) -> Tensor:
     if gathered is None:
         refuse()
     with hidden_from_modes():  # selective checkpointing looks for what it did in forward
-        weight = _as_gathered(gathered.part(gathered.whole, leaf).requires_grad_(leaf.requires_grad), gathered)
+        weight = gathered.as_weight(gathered.part(gathered.whole, leaf).requires_grad_(leaf.requires_grad))
         if leaf.requires_grad:
             weight.register_hook(refuse)  # it is no part of the graph that was made in forward
     return weight
@@ -145,6 +140,11 @@ def expect_all_ranks(leaves: Iterable[ComputeLeaf]) -> None:
             )
 
 
+def scopes_of(leaves: Iterable[ComputeLeaf]) -> list[EagerForward]:
+    """The forwards in eager that have these weights, each once; in the weights' order, which is that of all ranks."""
+    return list(dict.fromkeys(leaf.scope for leaf in leaves if leaf.scope is not None))
+
+
 class EagerForward:
     """One forward of a module outside compiled graphs: its experts, gathered at most once.
 
@@ -159,7 +159,6 @@ class EagerForward:
         self, experts: Sequence[ComputeLeaf], others: Sequence[ComputeLeaf], has_lists: bool, module_name: str
     ) -> None:
         self._experts = dict.fromkeys(experts)
-        self._others = others
         self._has_lists = has_lists
         self._name = module_name
         self._outer = [(leaf, leaf.scope) for leaf in (*experts, *others)]
@@ -193,10 +192,8 @@ class EagerForward:
 
     def read(self, leaf: ComputeLeaf) -> Tensor:
         """A whole weight; the first read gathers all experts, in the order of declaration, as on every rank."""
-        self.settle()
-        if leaf in self._experts and not self.runs_captured(False):
-            if not self._gathered:
-                self._gather()
+        self._gather_unless_captured()
+        if leaf in self._gathered:
             gathered, whole = self._gathered[leaf]
             return gathered.part(whole, leaf)
         leaf.meet()
@@ -210,7 +207,11 @@ class EagerForward:
 
         A shared expert behind the loop would else be gathered first on a rank whose batch hit none.
         """
-        if self._has_lists and not self.runs_captured(False) and not self._gathered:
+        if self._has_lists:
+            self._gather_unless_captured()
+
+    def _gather_unless_captured(self) -> None:
+        if not self.runs_captured(False) and not self._gathered:
             self._gather()
 
     def runs_captured(self, has_all: bool) -> bool:
@@ -272,8 +273,7 @@ class EagerForward:
                 for leaf in leaves:
                     leaf.check_use()
                     leaf.meet()
-                gathered = Gathered(leaves, weight_grad_dtype(list(leaves), leaves[0].param_dtype))
-                whole = _as_gathered(_Gather.apply(gathered, *leaves), gathered)
+                gathered, whole = gather(leaves)
                 self._wholes.append(whole)
                 self._gathered |= dict.fromkeys(leaves, (gathered, whole))
 
@@ -300,205 +300,6 @@ def _warn(module_name: str) -> None:
         'Face models experts_implementation="grouped_mm".',
         module_name,
     )
-
-
-class Gathered:
-    """Weights while one eager forward and its backward use them: where their gradients add up.
-
-    Attributes:
-        leaves: the shards; several are gathered as one stack `[members, *full]`.
-        dtype: the rule's dtype.
-        address: of the whole's first byte.
-        whole: the weights until their gradient is reduced, for what a backward repeats; None of a lone leaf's.
-    """
-
-    def __init__(self, leaves: tuple[ComputeLeaf, ...], dtype: torch.dtype) -> None:
-        self.leaves = leaves
-        self.dtype = dtype
-        self.address = 0
-        self.whole: Tensor | None = None
-        self._index = {leaf: i for i, leaf in enumerate(leaves)}
-        self._total: Tensor | None = None
-
-    def part(self, whole: Tensor, leaf: ComputeLeaf) -> Tensor:
-        """A leaf's weight in the whole, as a view."""
-        return whole if len(self.leaves) == 1 else whole[self._index[leaf]]
-
-    def slice_of(self, weight: Tensor) -> tuple[list[int], tuple[int, ...], int]:
-        """Size, stride and offset by which `weight` lies in the whole one."""
-        offset = (weight.data_ptr() - self.address) // weight.element_size()
-        return list(weight.shape), weight.stride(), offset
-
-    def add(self, place: tuple[list[int], tuple[int, ...], int], wgrad: Tensor) -> None:
-        if self._total is None:
-            self._total = self._zeros()
-        self._total.as_strided(*place).add_(wgrad)
-
-    def take(self, grad: Tensor | None) -> Tensor:
-        """Everything that has come, and what autograd brings; zeros where nothing was used."""
-        total, self._total = self._total, None
-        if grad is not None and self.leaves[0].ndim < 2:
-            grad = grad.to(self.dtype)  # a sum, as of a norm or a bias, not a GEMM's: nothing to say
-        if grad is not None and total is not None:
-            # Says so where it comes rounded.
-            return total.add_(
-                grad if grad.dtype == self.dtype else torch.ops.gtp.widen(grad, self.leaves[0], self.dtype)
-            )
-        if grad is not None:
-            return grad
-        return self._zeros() if total is None else total
-
-    def _zeros(self) -> Tensor:
-        leader, members = self.leaves[0], len(self.leaves)
-        shape = (*([members] if members > 1 else []), *leader.registered.shape)
-        return torch.zeros(shape, dtype=self.dtype, device=leader.device)
-
-
-class GatheredWeight(nn.Parameter):
-    """A whole weight, or a view of one, whose products leave their weight gradient in `gathered`.
-
-    An `nn.Parameter` by class only: compiled functions take no other subclass that a graph doesn't know.
-    """
-
-    gathered: Gathered
-
-    @classmethod
-    @skip_frame
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():  # a compiled function that gets a weight
-            with DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return _apply(func, args, kwargs or {})
-
-
-@torch.compiler.disable
-def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if torch.is_grad_enabled() and func in _PRODUCTS:
-        result = _PRODUCTS[func](*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-    with DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
-    if func is _DATA:  # asked by torch for the tensor below a parameter
-        return result
-    source = next((a for a in args if isinstance(a, GatheredWeight)), None)
-    return result if source is None else _followed(result, source)
-
-
-def _followed(result: Any, source: GatheredWeight) -> Any:
-    """`result`, in which views of a weight are `GatheredWeight` as it is."""
-    if isinstance(result, list | tuple) and type(result) in (list, tuple):
-        return type(result)(_followed(r, source) for r in result)
-    if isinstance(result, Tensor) and result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
-        return _as_gathered(result, source.gathered)
-    return result
-
-
-def _as_gathered(weight: Tensor, gathered: Gathered) -> Tensor:
-    result: Any = weight.as_subclass(GatheredWeight)
-    result.gathered = gathered
-    return result
-
-
-def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    return _product(input, weight, bias, is_transposed=False)
-
-
-def _matmul(input: Any, other: Any) -> Any:
-    return _product(input, other, None, is_transposed=True)
-
-
-def _product(x: Any, weight: Any, bias: Any, is_transposed: bool) -> Any:
-    if not isinstance(weight, GatheredWeight) or isinstance(x, GatheredWeight) or weight.ndim != 2 or x.ndim < 1:
-        return NotImplemented
-    if not weight.requires_grad:
-        return NotImplemented
-    gathered_bias = bias.gathered if isinstance(bias, GatheredWeight) else None
-    plain = [t.as_subclass(Tensor) if isinstance(t, GatheredWeight) else t for t in (x, weight, bias)]
-    return _Product.apply(*plain, weight.gathered, gathered_bias, is_transposed)
-
-
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_PRODUCTS: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
-}
-
-
-class _Product(torch.autograd.Function):
-    """`F.linear(x, weight, bias)`, or `x @ weight`: gradients of gathered operands go to `Gathered`.
-
-    Autograd's graph still leads to them (with None), so that they are reduced when all their uses are done.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gathered: Gathered,
-        gathered_bias: Gathered | None,
-        is_transposed: bool,
-    ) -> Tensor:
-        y = x @ weight if is_transposed else F.linear(x, weight, bias)
-        ctx.place = gathered.slice_of(weight)
-        ctx.bias_place = None if gathered_bias is None or bias is None else gathered_bias.slice_of(bias)
-        ctx.gathered, ctx.gathered_bias, ctx.is_transposed, ctx.x_dtype = (
-            gathered,
-            gathered_bias,
-            is_transposed,
-            x.dtype,
-        )
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(x.to(y.dtype), weight.to(y.dtype))  # autocast computes in another dtype than it is given
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        out_in = (rows, dy_rows) if ctx.is_transposed else (dy_rows, rows)
-        if ctx.gathered.leaves[0].requires_grad:
-            ctx.gathered.add(ctx.place, dense_wgrad(*out_in, out_dtype=ctx.gathered.dtype))
-        db = None
-        if ctx.gathered_bias is not None:
-            ctx.gathered_bias.add(ctx.bias_place, dy_rows.sum(0, dtype=ctx.gathered_bias.dtype))
-        elif ctx.needs_input_grad[2]:
-            db = dy_rows.sum(0).to(ctx.bias_dtype)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = (dy @ (weight.t() if ctx.is_transposed else weight)).to(ctx.x_dtype)
-        return dx, None, db, None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    """The whole weight(s) of shards; backward reduces what the uses left in `Gathered`, and what autograd brings."""
-
-    @staticmethod
-    def forward(ctx: Any, gathered: Gathered, *leaves: ComputeLeaf) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.gathered = gathered
-        full = emit_gather(emit_of(list(leaves)), leaves, leaves[0].mesh_layout, leaves[0].param_dtype)
-        # Memory of its own, contiguous: slices are known by their addresses.
-        if full.data_ptr() == leaves[0].data_ptr() or not full.is_contiguous():
-            full = full.clone(memory_format=torch.contiguous_format)
-        gathered.address = full.data_ptr()
-        if leaves[0].experts is not None:
-            gathered.whole = full.detach()
-            for leaf in leaves:
-                leaf.kept.add(gathered)
-        return full
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-        gathered, leaves = ctx.gathered, list(ctx.gathered.leaves)
-        gathered.whole = None
-        main_grads = [leaf.main_grad for leaf in leaves]
-        total = gathered.take(grad)
-        return None, *finalize(total, leaves, main_grads, leaves[0].mesh_layout, gathered.dtype)
 
 
 class _Tie(torch.autograd.Function):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gtp_compile.bare_reads import real_input
-from gtp_compile.eager_forward import read_whole
+from gtp_compile.bare_reads import real_inputs
+from gtp_compile.eager_forward import read_whole, scopes_of
 from gtp_compile.expert_lists import read_in_part
 from gtp_compile.graph_log import copy_module
 from gtp_compile.parameters import ComputeLeaf
@@ -37,9 +37,8 @@ class ExpertGraph:
     @classmethod
     def of(cls, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> ExpertGraph | None:
         """That of a graph that the backend got; None where there is no expert of a list in it."""
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        inputs = [real_input(n, e) for n, e in zip(placeholders, example_inputs, strict=False)]
-        listed = [x for x in inputs if isinstance(x, ComputeLeaf) and x.experts is not None]
+        inputs = real_inputs(gm, example_inputs)
+        listed = [x for x in inputs.values() if isinstance(x, ComputeLeaf) and x.experts is not None]
         if not listed:
             return None
         return cls(gm, bool(read_in_part(listed)) and any(leaf.scope is not None for leaf in listed))
@@ -47,7 +46,7 @@ class ExpertGraph:
     def runs_captured(self, leaves: Sequence[ComputeLeaf]) -> bool:
         """Whether this call, with these weights, is left to the compiled graph; on every rank it is then."""
         has_all = not read_in_part(leaves)
-        scopes = {leaf.scope for leaf in leaves if leaf.experts is not None and leaf.scope is not None}
+        scopes = scopes_of(leaf for leaf in leaves if leaf.experts is not None)
         return all([scope.runs_captured(has_all) for scope in scopes])
 
     def __call__(self, *args: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gtp_compile.bare_reads import real_input
+from gtp_compile.bare_reads import real_inputs
 from gtp_compile.grouped_linear import GroupedLinear
 from gtp_compile.parameters import ComputeLeaf
 
@@ -58,10 +58,10 @@ def _breaks(reason: Any) -> Iterator[tuple[str, int]]:
 
 def _expert_weight(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
     """The first expert weight that the frame's own module gathers in a graph, or a GroupedLinear in it."""
-    inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False))
+    inputs = real_inputs(gm, example_inputs)
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.gtp.materialize.default):
         leaves: Any = node.args[0]
-        leader = real_input(leaves[0], inputs[leaves[0]])
+        leader = inputs[leaves[0]]
         if not isinstance(leader, ComputeLeaf):
             continue
         below = [cls for _, cls in node.meta.get("nn_module_stack", {}).values()]

@@ -101,7 +101,7 @@ class ComputeLeaf(nn.Parameter):
     meeting: Meeting | None
     experts: ExpertList | None
     scope: Any  # an eager_forward.EagerForward
-    kept: weakref.WeakSet[Any]  # of eager_forward.Gathered
+    kept: weakref.WeakSet[Any]  # of gathered.Gathered
     holders: set[tuple[weakref.ref[nn.Module], str]]
     _registered: weakref.ref[ShardedParameter]
     _aliased: Tensor | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import fx
 
@@ -23,10 +23,10 @@ def run_passes(gm: fx.GraphModule, passes: Iterable[Pass], ctx: PassContext, log
         RuntimeError: an invariant is broken after a pass; the message names the pass and the node.
     """
     outputs = len(outputs_of(gm.graph))
+    wrong: Collection[fx.Node] = wrong_metadata(gm) if log.wants_text else ()
     for run in passes:
         name = run.__name__
         given = set(gm.graph.nodes)
-        wrong = wrong_metadata(gm) if log.wants_text else {}
         before, ops = graph_text(gm) if log.wants_text else "", count_ops(gm.graph)
         start = time.perf_counter()
         report = run(gm, ctx)
@@ -35,7 +35,7 @@ def run_passes(gm: fx.GraphModule, passes: Iterable[Pass], ctx: PassContext, log
         try:
             check_graph(gm, given)
             if log.wants_text:
-                check_metadata(gm, wrong)
+                wrong = check_metadata(gm, wrong)
         except RuntimeError as error:
             raise RuntimeError(f"after pass {name}: {error}") from error
         if len(outputs_of(gm.graph)) != outputs:

@@ -1,5 +1,6 @@
 """What every pass gets and gives: its context, its report, and the one key under which it leaves notes on nodes."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,7 +10,7 @@ from torch import fx
 if TYPE_CHECKING:
     from gtp_compile.passes.order_collectives import JointOrder
 
-__all__ = ["NOTE", "Pass", "PassContext", "PassReport", "Phase", "Skip", "outputs_of"]
+__all__ = ["NOTE", "Pass", "PassContext", "PassReport", "Phase", "Skip", "operator_of", "outputs_of"]
 
 Phase = Literal["joint", "backward", "inference"]
 
@@ -60,6 +61,12 @@ class PassReport:
 
 
 Pass = Callable[[fx.GraphModule, PassContext], PassReport]
+
+
+def operator_of(node: fx.Node) -> Any:
+    """What computed a node: of an operator with several results, it is a getitem that arrives."""
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    return source.target
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:

@@ -4,7 +4,6 @@ gemm -> scratch -> wire -> sum -> main_grad        one dtype each; none may be b
 """
 
 import math
-import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import fx
 
 from gtp_compile.passes.anchors import Finalize
-from gtp_compile.passes.base import NOTE
+from gtp_compile.passes.base import NOTE, operator_of
 from gtp_compile.passes.collective_ops import Layout
 from gtp_compile.passes.gemm_forms import form_of
 from gtp_compile.passes.insert_collectives import AccumulateNote, ReduceNote
@@ -102,9 +101,7 @@ def _form(chain: Chain) -> str:
 def _widen_reason(node: fx.Node) -> str:
     source: Any = node.args[0]
     dtype = source.meta["val"].dtype
-    # Of an operator with several results it is a getitem that arrives.
-    computed = source.args[0].target if source.target is operator.getitem else source.target
-    return f"{source.name} ({computed}) is no known form of a weight gradient; it arrives rounded to {dtype}"
+    return f"{source.name} ({operator_of(source)}) is no known form of a weight gradient; it arrives rounded to {dtype}"
 
 
 def describe_wire(graph: fx.Graph, groups: list[GroupInfo]) -> list[GroupInfo]:

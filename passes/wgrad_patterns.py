@@ -12,7 +12,6 @@ The nodes between form a `Chain`. What a chain can't be followed through is kept
 there the gradient stays as rounded as it is.
 """
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from gtp_compile.passes.base import Skip
+from gtp_compile.passes.base import Skip, operator_of
 from gtp_compile.passes.gemm_forms import Gemm, find_gemm
 
 __all__ = ["Chain", "Kind", "find_chain", "kind_of"]
@@ -218,9 +217,7 @@ def _why_unknown(node: fx.Node) -> str:
         return f"the gradient comes from outside this graph ({node.name}); its GEMM is in another graph"
     if node.target is aten._grouped_mm.default:
         return f"{node.name}: this grouped_mm is no weight gradient (ragged rows are not contracted)"
-    # Of an operator with several results it is a getitem that arrives.
-    computed = node.args[0].target if node.target is operator.getitem else node.target  # type: ignore[union-attr]
-    why = f"{node.name}: no pass knows a weight gradient through {computed}"
+    why = f"{node.name}: no pass knows a weight gradient through {operator_of(node)}"
     if node.target in (aten.mul.Tensor, aten.div.Tensor) and len(node.all_input_nodes) == 2:
         why += " (the weight is scaled by a tensor; scale the activations instead)"
     return why
