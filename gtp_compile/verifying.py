@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,40 +63,56 @@ def verify(
 
     def run(*args: Any, **kwargs: Any) -> Verification:
         leaves = leaves_of(unwrap(model))
-        names = {id(p): name for name, p in unwrap(model).named_parameters()}
-        session = Session(record=True, keep_text=False, names=names)
-        recorder = _Recorder()
         with preserved_state(model):
             for leaf in leaves:
-                leaf.recorder = recorder
                 leaf.registered.grad = None
                 if leaf.main_grad is not None:
                     leaf.main_grad.zero_()  # what is in it afterwards is the step's own
-            try:
-                output = run_watched(model, session, options, args, kwargs)
+            with recording(unwrap(model)) as recorded:
+                output = run_watched(model, recorded.session, options, args, kwargs)
                 with torch.enable_grad():
                     loss_of(output, loss_fn).backward()
-            finally:
-                for leaf in leaves:
-                    leaf.recorder = None
-            rows = rows_of(session, leaves)
-            by_name = {leaf.fqn: leaf for leaf in leaves}
-            for row in rows:
-                if row.leader in recorder.calls:
-                    row.error = _error([by_name[n] for n in row.weights], recorder.calls[row.leader], session.programs)
-        return Verification(*split_rows([*rows, *hooked_rows(session, unwrap(model))]))
+            rows = recorded.rows()
+        return Verification(*split_rows([*rows, *hooked_rows(recorded.session, unwrap(model))]))
 
     return run
 
 
-@dataclass(slots=True)
-class _Recorder:
-    """Gets the operands of every gradient, from the graphs' `gtp::record`."""
+@contextlib.contextmanager
+def recording(model: nn.Module) -> Iterator[Recording]:
+    """Have every backward of `model` record its gradients' operands, in graphs compiled under the session given."""
+    leaves = leaves_of(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    recorded = Recording(leaves, Session(record=True, keep_text=False, names=names))
+    for leaf in leaves:
+        leaf.recorder = recorded
+    try:
+        yield recorded
+    finally:
+        for leaf in leaves:
+            leaf.recorder = None
 
+
+@dataclass(slots=True)
+class Recording:
+    """The operands of every gradient, from the graphs' `gtp::record`: what `leaf.recorder` is called with."""
+
+    leaves: list[ComputeLeaf]
+    session: Session
     calls: dict[str, list[tuple[int, list[Tensor]]]] = field(default_factory=dict)
 
     def __call__(self, shard: ComputeLeaf, program: int, operands: list[Tensor]) -> None:
         self.calls.setdefault(shard.fqn, []).append((program, [o.clone() for o in operands]))
+
+    def rows(self) -> list[Row]:
+        """All groups, with the errors of what was added since the recording began to main_grads of zero. Collective."""
+        by_name = {leaf.fqn: leaf for leaf in self.leaves}
+        rows = rows_of(self.session, self.leaves)
+        for row in rows:
+            if row.leader in self.calls:
+                members = [by_name[n] for n in row.weights]
+                row.error = _error(members, self.calls[row.leader], self.session.programs)
+        return rows
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ gemm -> scratch -> wire -> sum -> main_grad        one dtype each; none may be b
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,10 +64,12 @@ class GroupInfo:
 def describe_groups(graph: fx.Graph) -> list[GroupInfo]:
     """Every weight group of a joint graph that still has its anchors; the wire's dtype is filled in later."""
     positions = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
-    return [_describe(a, positions) for a in Finalize.find(graph) if a.node.users]
+    anchors = [a for a in Finalize.find(graph) if a.node.users]
+    uses = Counter(a.shards for a in anchors)
+    return [_describe(a, positions, uses[a.shards]) for a in anchors]
 
 
-def _describe(anchor: Finalize, positions: dict[fx.Node, int]) -> GroupInfo:
+def _describe(anchor: Finalize, positions: dict[fx.Node, int], uses: int) -> GroupInfo:
     chain = find_chain(anchor.grad, anchor.grad_dtype)
     sources = chain.gemms or chain.reductions
     main_grad = next((m for m in anchor.main_grads if m is not None), None)  # the leader may be frozen
@@ -76,6 +79,8 @@ def _describe(anchor: Finalize, positions: dict[fx.Node, int]) -> GroupInfo:
     # A gradient that was cast only after it was rounded has widen in its chain's place.
     widened = [n for n in chain.operands if n.target is torch.ops.gtp.widen.default]
     reason = chain.reason or "; ".join(_widen_reason(n) for n in widened)
+    if not reason and uses > 1:
+        reason = f"its gradient is reduced {uses} times, since the results go elsewhere before they are summed"
     return GroupInfo(
         inputs=tuple(positions[s] for s in anchor.shards),
         layout=anchor.layout,
@@ -95,6 +100,7 @@ def _describe(anchor: Finalize, positions: dict[fx.Node, int]) -> GroupInfo:
 
 def _form(chain: Chain) -> str:
     forms = [form_of(gemm) for gemm in chain.gemms.values()] + [str(kind_of(n)) for n in chain.reductions]
+    forms += ["reduce"] * bool(chain.rows)  # over one row
     return " + ".join(dict.fromkeys(forms))
 
 

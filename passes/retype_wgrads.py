@@ -77,7 +77,9 @@ class _Retype:
             # Wider than the rule asks for: nothing is made narrower before the anchor.
             return self._cast(root, self.anchor.node)
         for node in self.chain.unknown:
-            self.new[node] = self._widened(node)
+            self.new[node] = self._behind(node, torch.ops.gtp.widen.default, node, self.anchor.shards[0], self.dtype)
+        for node in self.chain.rows:
+            self.new[node] = self._behind(node, prims.convert_element_type.default, node, self.dtype)
         for node in self.chain.nodes:
             self.new[node] = self._rebuilt(node)
         self._redirect_others()
@@ -116,13 +118,13 @@ class _Retype:
         with self.graph.inserting_before(before):
             return insert_call(self.graph, prims.convert_element_type.default, (x, self.dtype), like=before)
 
-    def _widened(self, node: fx.Node) -> fx.Node:
+    def _behind(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
+        """Insert a call right behind a node."""
         behind = node.next
         while behind.op == "placeholder":
             behind = behind.next
         with self.graph.inserting_before(behind):
-            args = (node, self.anchor.shards[0], self.dtype)
-            return insert_call(self.graph, torch.ops.gtp.widen.default, args, like=self.anchor.node)
+            return insert_call(self.graph, target, args, like=self.anchor.node)
 
     def _redirect_others(self) -> None:
         """Let users outside the chain read a cast of the new results, so that the old GEMMs die."""

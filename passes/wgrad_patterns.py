@@ -72,6 +72,7 @@ class Chain:
         operands: the nodes where the chain is cut; their own dtype is not the gradient's business.
         gemms: the nodes among `nodes` that are results of GEMMs, each with the GEMM.
         reductions: the others that compute, scatters too.
+        rows: the operands that are a single row's gradient, of which nothing was summed (a bias).
         unknown: the operands at which a gradient arrives in a form that is not known, with the reason.
     """
 
@@ -80,6 +81,7 @@ class Chain:
     operands: list[fx.Node] = field(default_factory=list)
     gemms: dict[fx.Node, Gemm] = field(default_factory=dict)
     reductions: list[fx.Node] = field(default_factory=list)
+    rows: list[fx.Node] = field(default_factory=list)
     unknown: dict[fx.Node, Skip] = field(default_factory=dict)
 
     @property
@@ -154,6 +156,27 @@ def _source(node: Any, kinds: tuple[Kind, ...] = ("view", "cast")) -> tuple[fx.N
     return node, alone
 
 
+def _is_single_row(node: fx.Node) -> bool:
+    """Whether a value is the gradient of an activation of one row: a wgrad GEMM reads it, too.
+
+    Such a row is a bias's whole gradient on a rank where each expert has one (autograd drops the sum), and no more
+    rounded than the same rows are where there are several.
+    """
+    if 1 not in node.meta["val"].shape:
+        return False
+    todo, seen = [node], {node}
+    while todo:
+        for user in todo.pop().users:
+            gemm = find_gemm(user)
+            if gemm is not None and any(_source(read)[0] is node for read in gemm.operands):
+                return True
+            # A GEMM over one row is written as casts and a product.
+            if user not in seen and (kind_of(user) in ("view", "cast") or user.target is aten.mul.Tensor):
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
 # Which arguments of a node the gradient runs through; those of the other kinds are operands.
 _FOLLOW: dict[Kind, Callable[[fx.Node], list[Any]]] = {
     "view": lambda n: [n.args[0]],
@@ -195,7 +218,11 @@ class _Walk:
     def _cut(self, node: fx.Node) -> None:
         self.chain.operands.append(node)
         # What is as wide as the sum will be has lost nothing, whatever computed it.
-        if node.meta["val"].dtype.itemsize < self.dtype.itemsize:
+        if node.meta["val"].dtype.itemsize >= self.dtype.itemsize:
+            return
+        if _is_single_row(node):
+            self.chain.rows.append(node)
+        else:
             self.chain.unknown[node] = Skip(node.name, _why_unknown(node))
 
     def _add(self, node: fx.Node) -> None:

@@ -136,6 +136,8 @@ def test_results_that_are_not_summed_stay_apart():
     assert skip.reason == "finalize_1: is used other than in the sum of its weight's gradients"
     assert done.ops == {}
     assert ops(graph)["gtp.finalize.default"] == 2
+    reason = "its gradient is reduced 2 times, since the results go elsewhere before they are summed"
+    assert [(g.matched, g.reason) for g in describe_groups(graph.module.graph)] == [(False, reason)] * 2
 
 
 def test_uses_in_different_dtypes_stay_apart():

@@ -87,6 +87,28 @@ def test_a_very_long_sum_of_uses_is_followed():
     assert len(chain_of(wgrad_graph(many_uses, dy, x)).gemms) == 201
 
 
+def one_row(dy, x):
+    """Experts of one row each: what a bias [E, N] is given is dy [E, 1, N] itself."""
+    return aten.squeeze.dim(dy, 1), aten.bmm.default(aten.permute.default(dy, [0, 2, 1]), x)
+
+
+def test_one_rows_gradient_is_a_biass_where_a_wgrad_gemm_reads_it_too():
+    dy, x = torch.ones(3, 1, OUT, dtype=BF16), torch.ones(3, 1, IN, dtype=BF16)
+    both = root(lambda dy, x: one_row(dy, x)[0] + one_row(dy, x)[1].sum(-1), dy, x)
+    chain = find_chain(both.args[0], F32)
+    assert ([n.name for n in chain.rows], chain.reason) == (["arg0_1"], "")
+    alone = find_chain(root(lambda dy: aten.squeeze.dim(dy, 1), dy), F32)
+    assert alone.rows == []
+    assert alone.reason == "the gradient comes from outside this graph (arg0_1); its GEMM is in another graph"
+
+
+def test_several_rows_that_a_gemm_reads_are_no_weights_gradient():
+    dy, x = torch.ones(3, 2, OUT, dtype=BF16), torch.ones(3, 2, IN, dtype=BF16)
+    both = root(lambda dy, x: aten.permute.default(dy, [0, 2, 1]) @ x + dy.sum(), dy, x)
+    (read,) = [n for n in both.graph.find_nodes(op="placeholder") if n.name == "arg0_1"]
+    assert find_chain(read, F32).rows == []
+
+
 # What is not, and the reason.
 
 
