@@ -8,7 +8,8 @@ What the partitioner recomputes depends on sizes, and ranks differ in their toke
 differ; two ranks that issue collectives in different orders wait for each other for ever. The joint graphs are alike:
 
 1. A reduction stands where it stood in the joint graph.
-2. A gather that backward repeats stands before its first use by a node that belonged to backward there.
+2. A gather that backward repeats stands before its first use by a node that depended on a tangent there. (Other nodes
+   that only backward reads, such as sizes, may stand anywhere.)
 
 Another tool's protocol hooks may communicate, too, and take part like collectives.
 
@@ -26,13 +27,14 @@ from gtp_compile.passes.base import PassContext, PassReport, outputs_of
 from gtp_compile.passes.hooked import is_hooked
 from gtp_compile.passes.ordering import stable_sort
 
-__all__ = ["JointOrder", "is_collective_start", "order_collectives"]
+__all__ = ["JointOrder", "is_collective_start", "is_tangent", "order_collectives"]
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class JointOrder:
-    """Where each node stood in the joint graph, by name, and which of them belong to backward."""
+    """Where each node stood in the joint graph, by name; which of them forward had no need of, and which depended on a
+    tangent."""
 
     def __init__(self, graph: fx.Graph, num_fwd_outputs: int) -> None:
         self.position = {n.name: i for i, n in enumerate(graph.nodes)}
@@ -44,6 +46,16 @@ class JointOrder:
                 forward.add(node)
                 todo += node.all_input_nodes
         self.backward = {n.name for n in graph.nodes if n.op == "call_function" and n not in forward}
+        gradients: set[fx.Node] = set()
+        for node in graph.nodes:
+            if is_tangent(node) or any(a in gradients for a in node.all_input_nodes):
+                gradients.add(node)
+        self.gradients = {n.name for n in gradients}
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a node is a gradient that comes into a joint graph (told by its name, as torch does it)."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def is_collective_start(node: fx.Node) -> bool:
@@ -78,7 +90,7 @@ def _rank(start: fx.Node, order: JointOrder) -> tuple[int, int, int]:
         if node in seen:
             continue
         seen.add(node)
-        if node.name in order.backward:
+        if node.name in order.gradients:
             first = min(first, order.position[node.name])
         else:
             todo += node.users

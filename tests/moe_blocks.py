@@ -31,11 +31,13 @@ from gtp_compile.verifying import Recording, recording
 RANKS = 2
 
 # A chain of about ten operators, each of which rounds to the compute dtype.
-ROUNDINGS = 16
+ROUNDINGS = 32
+# In float32 the order of sums, too, and what cancels between them; a rounding to bfloat16 would be 1e-3.
+SUMMED = 1e-5
 # What `gtp_compile.verify` may find: the rounding of float32 sums over a few dozen rows.
 VERIFIED = 1e-6
 # A gradient that cancels (a softmax over one expert) is held against the largest of the block, down to this part.
-CANCELLED = 1e-3
+CANCELLED = 1e-2
 
 
 @dataclass(frozen=True)
@@ -446,7 +448,7 @@ def train(model: Callable[..., Tensor], block: Block, data: list[Batch], exact: 
 
 
 def bound(block: Block) -> float:
-    return ROUNDINGS * torch.finfo(block.dtype).eps
+    return max(ROUNDINGS * torch.finfo(block.dtype).eps, SUMMED)
 
 
 def wrong_rows(block: Block, got: Trained, exact: Trained) -> list[str]:
@@ -474,7 +476,8 @@ def wrong_gradients(model: Moe, twin: Moe, block: Block) -> list[str]:
     wrong = []
     for name, param in model.named_parameters():
         if name not in exact:
-            if param.grad is not None or param.main_grad is not None:
+            # A leader's main_grad gives its group the dtype, also where the leader is frozen.
+            if param.grad is not None or (param.main_grad is not None and bool(param.main_grad.any())):
                 wrong.append(f"{name}: is frozen, but has a gradient")
             continue
         got, want = whole(param, param.main_grad), exact[name]
@@ -513,7 +516,10 @@ def wrong_for_verify(recorded: Recording) -> list[str]:
 
 def failure(block: Block) -> str:
     """Check a block on two ranks: what is wrong, or ""."""
-    outcomes = run_ranks(check, RANKS, block, timeout=60.0)
+    try:
+        outcomes = run_ranks(check, RANKS, block, timeout=60.0)
+    except AssertionError as raised:
+        return str(raised)
     wrong = [f"rank {rank}: {line}" for rank, outcome in enumerate(outcomes) for line in outcome.wrong]
     if any(outcome.issued != outcomes[0].issued for outcome in outcomes):
         wrong.append(f"the ranks issue other collectives: {[o.issued for o in outcomes]}")
@@ -562,10 +568,10 @@ def _freezable(form: str, dense: str) -> list[str]:
 
 @st.composite
 def _counts(draw: st.DrawFn) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Of one microbatch, mostly, for the sake of time: the second is compiled anew. Each rank has its own."""
-    experts = draw(st.integers(1, 4) | st.integers(1, 16))
+    """Few experts and one microbatch, mostly, for the sake of time: the second is compiled anew, for any counts."""
+    experts = draw(st.sampled_from([1, 2, 3, 4] * 4 + list(range(5, 17))))
     ranks = st.tuples(*[st.tuples(*[st.sampled_from([0, 1, 2, 3, 7])] * experts)] * RANKS)
-    return tuple(draw(ranks) for _ in range(draw(st.sampled_from([1, 1, 1, 1, 1, 1, 2, 3]))))
+    return tuple(draw(ranks) for _ in range(draw(st.sampled_from([1] * 14 + [2, 3]))))
 
 
 if __name__ == "__main__":
