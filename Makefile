@@ -55,7 +55,7 @@ test-matrix:
 		$(MAKE) --no-print-directory test VENV=.venv-$$version CONSTRAINTS=build/constraints-$$version.txt || exit 1; \
 	done
 
-# The tests take 20 of seed 0.
+# The tests take 300 of seed 0.
 blocks: $(INSTALLED)
 	@echo "seed $(SEED)"
 	GTP_BLOCKS=$(BLOCKS) GTP_SEED=$(SEED) $(VENV)/bin/python -P -m pytest -n $(JOBS) tests/distributed/test_random_blocks.py $(TEST_ARGS)

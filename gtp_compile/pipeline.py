@@ -3,6 +3,8 @@
 from gtp_compile.passes import (
     accumulate_main_grads,
     fuse_dgrads,
+    fuse_gathers,
+    fuse_linears,
     fuse_wgrads,
     group_wgrads,
     insert_collectives,
@@ -22,7 +24,9 @@ JOINT_PASSES: tuple[Pass, ...] = (
     fuse_wgrads,  # while the wgrad still ends in its anchor, which tells it apart from the user's own GEMMs
     fuse_dgrads,  # while a gathered weight is one node
     insert_collectives,  # after all that looks for anchors
-    recompute_gathers,  # last: it tags what the one before inserted, and views of it that the user's code made
+    fuse_gathers,  # once there are gathers
+    fuse_linears,  # what the one before leaves
+    recompute_gathers,  # last: it tags what those before inserted, and views of it that the user's code made
 )
 
 # After the partition, in the backward graph.
@@ -32,7 +36,7 @@ BACKWARD_PASSES: tuple[Pass, ...] = (
 )
 
 # Under no_grad there is no joint graph and no partition.
-INFERENCE_PASSES: tuple[Pass, ...] = (insert_collectives,)
+INFERENCE_PASSES: tuple[Pass, ...] = (insert_collectives, fuse_gathers, fuse_linears)
 
 PASS_NAMES: tuple[str, ...] = tuple(p.__name__ for p in (*JOINT_PASSES, *BACKWARD_PASSES))
 

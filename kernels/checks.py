@@ -43,12 +43,13 @@ def check_offs(op: str, offs: Tensor, lead_name: str, lead: Tensor) -> None:
     _check_device(op, "offs", offs, lead_name, lead)
 
 
-def check_main_grad(op: str, main_grad: Tensor, lead_name: str, lead: Tensor) -> None:
-    """Check that `main_grad` is a float32 stack of matrices on the device of `lead`."""
-    if main_grad.ndim != 3:
+def check_main_grad(op: str, main_grad: Tensor, legend: str, lead_name: str, lead: Tensor) -> None:
+    """Check that `main_grad` has the rank of `legend`, float32 and the device of `lead`."""
+    ndim = legend.count(",") + 1
+    if main_grad.ndim != ndim:
         raise ValueError(
-            f"{op}: main_grad must have 3 dimensions [E, N, K], got {main_grad.ndim} (shape {tuple(main_grad.shape)}); "
-            f"view it as one matrix per expert"
+            f"{op}: main_grad must have {ndim} dimensions {legend}, got {main_grad.ndim} (shape "
+            f"{tuple(main_grad.shape)}); view it as {'one matrix per expert' if ndim == 3 else 'a matrix'}"
         )
     if main_grad.dtype != torch.float32:
         raise TypeError(

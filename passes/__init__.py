@@ -7,6 +7,8 @@ their number and order; nothing depends on the order of a set; no mutation befor
 from gtp_compile.passes.accumulate_main_grads import accumulate_main_grads
 from gtp_compile.passes.base import PassContext, PassReport
 from gtp_compile.passes.fuse_dgrads import fuse_dgrads
+from gtp_compile.passes.fuse_gathers import fuse_gathers
+from gtp_compile.passes.fuse_linears import fuse_linears
 from gtp_compile.passes.fuse_wgrads import fuse_wgrads
 from gtp_compile.passes.group_wgrads import group_wgrads
 from gtp_compile.passes.insert_collectives import insert_collectives
@@ -19,6 +21,8 @@ __all__ = [
     "PassReport",
     "accumulate_main_grads",
     "fuse_dgrads",
+    "fuse_gathers",
+    "fuse_linears",
     "fuse_wgrads",
     "group_wgrads",
     "insert_collectives",

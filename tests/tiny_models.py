@@ -399,9 +399,11 @@ def assert_unchanged_by(graph: JointGraph, name: str) -> None:
     assert graph.text() == before
 
 
-def partitioned(name: str, *, without: Sequence[str] = ()) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+def partitioned(
+    name: str, *, without: Sequence[str] = (), world: int = WORLD
+) -> tuple[fx.GraphModule, fx.GraphModule, int]:
     """Forward and backward of one of `MODELS` behind the joint passes, and how many outputs are the forward's."""
-    return split(behind(name, *(p.__name__ for p in JOINT_PASSES if p.__name__ not in without)))
+    return split(behind(name, *(p.__name__ for p in JOINT_PASSES if p.__name__ not in without), world=world))
 
 
 def split(graph: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule, int]:

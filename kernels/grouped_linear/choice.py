@@ -9,6 +9,10 @@ from gtp_compile.kernels.capability import has_gluon, has_rows_apart, is_aligned
 
 _BLOCK_K = 64  # features that the Gluon kernel multiplies, and out features that it reads, in one piece
 
+# Elements of an expert's weight up to which the Gluon kernel outran torch's on an H200, in forward and backward: those
+# of Qwen3-30B-A3B have 3 and 1.5 million. Above, it was at best even (DeepSeek-V3: 29 and 15; benchmarks/RESULTS.md).
+_SMALL_EXPERT = 1 << 22
+
 
 class Launcher(Protocol):
     """Stores `x_e @ weight[e]^T + bias[e]` in y [R, N]; x [R, K], weight [E, N, K], offs [E] int32, bias [E, N].
@@ -35,6 +39,33 @@ def choose_grouped_linear(x: Tensor, weight: Tensor, y: Tensor, split_dim: int =
     from gtp_compile.kernels.grouped_linear.triton import grouped_linear_triton
 
     return grouped_linear_triton
+
+
+def outruns_torch(x: Tensor, weight: Tensor) -> bool:
+    """Tell whether this op is faster than `torch._grouped_mm` for a whole weight [E, N, K]. For fake tensors, too."""
+    if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16) or torch.version.hip is not None:
+        return False
+    if not is_hopper(x.device):
+        # Below Hopper torch loops over the experts, and waits for their counts on the host.
+        return torch.cuda.get_device_capability(x.device)[0] < 9
+    _, out_features, in_features = weight.shape
+    return (
+        has_gluon()
+        and out_features % 8 == 0
+        and 1 in weight.stride()[1:]
+        and out_features * in_features <= _SMALL_EXPERT
+    )
+
+
+def reads_parts(x: Tensor, weight: Tensor, split_dim: int) -> bool:
+    """Tell whether a weight in parts costs no more than one that is whole, its copy left aside. For fake tensors, too.
+
+    Where there is a fast kernel for whole weights (ours or torch's), parts must suit ours: the plain one is slower
+    than theirs.
+    """
+    if x.device.type != "cuda" or not is_hopper(x.device):
+        return True
+    return has_gluon() and x.dtype in (torch.bfloat16, torch.float16) and _is_split_at_pieces(x, weight, split_dim)
 
 
 def _suits_tma(x: Tensor, weight: Tensor, y: Tensor) -> bool:

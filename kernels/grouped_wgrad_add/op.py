@@ -13,7 +13,7 @@ _OP = "gtp::grouped_wgrad_add_"
 def _check(main_grad: Tensor, dy: Tensor, x: Tensor, offs: Tensor) -> None:
     check_operands(_OP, dy=(dy, "[R, N]"), x=(x, "[R, K]"))
     check_offs(_OP, offs, "dy", dy)
-    check_main_grad(_OP, main_grad, "dy", dy)
+    check_main_grad(_OP, main_grad, "[E, N, K]", "dy", dy)
     check_same_size(_OP, "R, the number of routed rows", dy=dy.shape[0], x=x.shape[0])
     check_same_size(_OP, "E, the number of experts", main_grad=main_grad.shape[0], offs=offs.shape[0])
     check_same_size(_OP, "N, the out features", main_grad=main_grad.shape[1], dy=dy.shape[1])

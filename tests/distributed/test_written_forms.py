@@ -160,8 +160,14 @@ def train_layers(rank: int, group: str, dtype: torch.dtype) -> tuple[int, dict[s
 # A list of counts is part of Dynamo's guards, so other zeros and ones in it compile anew, whatever the backend.
 @pytest.mark.parametrize(
     ("group", "dtype", "graphs"),
-    [("dense", BF16, 2), ("dense", FP16, 2), ("dense", FP32, 2), ("loops", BF16, 6), ("grouped", BF16, 2)],
-    ids=["dense-bf16", "dense-fp16", "dense-fp32", "loops", "grouped"],
+    [
+        pytest.param("dense", BF16, 2, id="dense-bf16"),
+        # Random blocks have them, too.
+        pytest.param("dense", FP16, 2, id="dense-fp16", marks=pytest.mark.long),
+        pytest.param("dense", FP32, 2, id="dense-fp32", marks=pytest.mark.long),
+        pytest.param("loops", BF16, 6, id="loops"),
+        pytest.param("grouped", BF16, 2, id="grouped"),
+    ],
 )
 def test_every_layer_is_exact_and_says_its_form(group, dtype, graphs, subtests):
     for compiled_graphs, rows in run_ranks(train_layers, 2, group, dtype):

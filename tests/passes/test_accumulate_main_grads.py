@@ -3,18 +3,22 @@
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from tiny_models import assert_unchanged_by, behind, capture, listing, nodes, ops, partitioned, run, split
+from tiny_models import WORLD, assert_unchanged_by, behind, capture, listing, nodes, ops, partitioned, run, split
 
 from gtp_compile.passes.accumulate_main_grads import accumulate_main_grads
 from gtp_compile.passes.base import NOTE, PassContext
 from gtp_compile.passes.insert_collectives import AccumulateNote
+from gtp_compile.pipeline import JOINT_PASSES
 from gtp_compile.testing import JointGraph
 
 aten = torch.ops.aten
+gtp = torch.ops.gtp
+JOINT = [p.__name__ for p in JOINT_PASSES]
+WRITES = (aten.copy_.default, gtp.dense_wgrad_add_.default, gtp.grouped_wgrad_add_.default)
 
 
-def backward_of(name: str) -> JointGraph:
-    return JointGraph(partitioned(name)[1], 0, ())
+def backward_of(name: str, world: int = WORLD) -> JointGraph:
+    return JointGraph(partitioned(name, world=world)[1], 0, ())
 
 
 def results(graph: JointGraph) -> list[torch.fx.Node | None]:
@@ -60,7 +64,59 @@ def test_every_main_grad_is_written_once(name, weights):
     assert len(results(graph)) == count  # autograd wants one result an input
 
 
+@pytest.mark.parametrize("name", ["experts", "experts_transposed", "grouped_stacked", "batched", "dense", "thrice"])
+def test_on_one_rank_the_gemm_adds(name):
+    graph = backward_of(name, world=1)
+    fresh = ops(graph)["gtp.grouped_wgrad.default"], ops(graph)["gtp.dense_wgrad.default"]
+    graph.run("accumulate_main_grads")
+    # The first uses of a weight are summed before.
+    assert ops(graph)["gtp.grouped_wgrad_add_.default"] + ops(graph)["gtp.dense_wgrad_add_.default"] == (
+        1 if name != "thrice" else 0
+    )
+    assert ops(graph)["aten.copy_.default"] == (0 if name != "thrice" else 1)
+    if name != "thrice":
+        assert sum(fresh) == 1
+        assert ops(graph)["gtp.grouped_wgrad.default"] == ops(graph)["gtp.dense_wgrad.default"] == 0
+    assert not any(results(graph))
+
+
+def test_it_adds_where_the_gemm_stood():
+    """So that its operands live no longer."""
+    graph = backward_of("experts", world=1)
+    (gemm,) = nodes(graph, torch.ops.gtp.grouped_wgrad.default)
+    place = list(graph.module.graph.nodes).index(gemm)
+    graph.run("accumulate_main_grads")
+    (adding,) = nodes(graph, torch.ops.gtp.grouped_wgrad_add_.default)
+    assert list(graph.module.graph.nodes).index(adding) == place
+    assert adding.args[0].op == "placeholder"
+
+
 # Refuses.
+
+
+@pytest.mark.parametrize("why", ["gradient", "main_grad", "sum"])
+def test_a_gemm_that_something_else_reads_does_not_add(why):
+    graph = backward_of("experts", world=1)
+    (total,) = (n for n in graph.module.graph.nodes if isinstance(n.meta.get(NOTE), AccumulateNote))
+    main_grad, gradient = total.args
+    read = {"gradient": gradient, "main_grad": main_grad, "sum": total}[why]
+    output = graph.module.graph.output_node()
+    with graph.module.graph.inserting_before(output):
+        copied = graph.module.graph.call_function(aten.clone.default, (read,))
+        copied.meta["val"] = read.meta["val"]
+    output.args = ((*output.args[0], copied),)
+    graph.run("accumulate_main_grads")
+    assert ops(graph)["gtp.grouped_wgrad_add_.default"] == 0
+    assert ops(graph)["aten.copy_.default"] == 1
+
+
+def test_a_narrow_main_grad_is_not_added_to_by_a_gemm():
+    """The ops sum in float32 only."""
+    _, backward, _ = split(run(capture("dense", world=1, main_grad_dtype=torch.bfloat16), *JOINT))
+    graph = JointGraph(backward, 0, ())
+    graph.run("accumulate_main_grads")
+    assert ops(graph)["gtp.dense_wgrad_add_.default"] == 0
+    assert ops(graph)["aten.copy_.default"] == 1
 
 
 def test_gradients_of_plain_weights_are_returned():
@@ -98,12 +154,15 @@ def test_a_main_grad_that_is_no_input_is_a_fault_of_ours():
 # Preserves.
 
 
-@pytest.mark.parametrize("name", ["dense", "grouped", "blocks"])
-def test_main_grad_gets_bitwise_what_was_returned(name):
-    before = backward_of(name)
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [("dense", WORLD), ("grouped", WORLD), ("blocks", WORLD), ("dense", 1), ("experts", 1), ("experts_transposed", 1)],
+)
+def test_main_grad_gets_bitwise_what_was_returned(name, world):
+    before = backward_of(name, world)
     after = JointGraph(before.copy().module, 0, ())
     after.run("accumulate_main_grads")
-    order = [n.args[0] for n in nodes(after, aten.copy_.default)]
+    order = [n.args[0] for n in after.module.graph.nodes if n.target in WRITES]
     positions = [after.module.graph.find_nodes(op="placeholder").index(n) for n in order]
 
     before.primals, after.primals = tuple(inputs_of(before)), tuple(inputs_of(after))
@@ -117,9 +176,11 @@ def test_main_grad_gets_bitwise_what_was_returned(name):
 # Idempotent.
 
 
-@pytest.mark.parametrize("name", ["dense", "grouped", "blocks", "leader_only"])
-def test_a_second_run_changes_nothing(name):
-    graph = run(backward_of(name), "accumulate_main_grads")
+@pytest.mark.parametrize(
+    ("name", "world"), [("dense", WORLD), ("grouped", WORLD), ("blocks", WORLD), ("leader_only", WORLD), ("experts", 1)]
+)
+def test_a_second_run_changes_nothing(name, world):
+    graph = run(backward_of(name, world), "accumulate_main_grads")
     counts = ops(graph)
     assert_unchanged_by(graph, "accumulate_main_grads")
     assert ops(graph) == counts
