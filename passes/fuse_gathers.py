@@ -58,8 +58,9 @@ def fuse_gathers(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
     """Rewrite the grouped GEMMs over rows that multiply with a gathered stack of experts."""
     report = PassReport()
     for node in list(gm.graph.nodes):
-        joined = _joined(node)
-        for gemm, is_transposed in _gemms(node, False) if joined else ():
+        if (joined := _joined(node)) is None:
+            continue
+        for gemm, is_transposed in _gemms(node, False):
             report.matched += 1
             reason = _rewrite(gm.graph, gemm, joined, is_transposed)
             if reason:
@@ -87,7 +88,8 @@ def _joined(node: fx.Node) -> Joined | None:
     _, _, permute, parts, wait = chain
     if wait.target is not c10d.wait_tensor.default or _is_cut_later(node):
         return None
-    return Joined(node, parts, permute.args[1].index(0))  # type: ignore[union-attr]
+    order: Any = permute.args[1]
+    return Joined(node, parts, order.index(0))
 
 
 def _is_cut_later(node: fx.Node) -> bool:
