@@ -1,5 +1,6 @@
 """`accumulate_into_main_grad`: weights that nobody distributes, with a main_grad, as Megatron has them."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gtp_compile
 from gtp_compile import GroupedLinear
+from gtp_compile.kernels.dense_wgrad_add import op as dense_op
+from gtp_compile.kernels.grouped_wgrad_add import op as grouped_op
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IN, OUT = 8, 16
@@ -52,6 +55,46 @@ def test_the_gradient_is_in_main_grad_and_was_never_rounded():
     backward(run(ones()))
     assert torch.equal(linear.weight.main_grad, 2 * WGRAD)
     assert linear.weight.grad_added_to_main_grad is True
+
+
+class DenseAndExperts(nn.Module):
+    """A dense layer, and experts behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(IN, OUT, dtype=BF16)
+        self.experts = nn.Parameter(torch.randn(3, OUT, IN, dtype=BF16))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return torch._grouped_mm(self.up(x), self.experts, offs=offs)
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_gemms_add_to_main_grad_themselves(inner, monkeypatch):
+    """No gradient of the weight's size exists."""
+    added = []
+    for op, name in ((dense_op, "dense_wgrad_add_reference"), (grouped_op, "grouped_wgrad_add_reference")):
+        add = getattr(op, name)
+        monkeypatch.setattr(op, name, lambda *args, add=add, name=name: (added.append(name), add(*args)))
+    torch.manual_seed(0)
+    model = with_main_grads(DenseAndExperts())
+    options = {"inner": inner, "accumulate_into_main_grad": True}
+    run = torch.compile(model, backend="gtp", options=options)
+    exact = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    for counts in ([2, 0, 3], [1, 4, 4]):
+        x, offs = torch.randn(sum(counts), IN).to(BF16), torch.tensor(counts).cumsum(0).int()
+        run(x, offs).sum().backward()
+        dy = torch.ones(len(x), IN, dtype=torch.float64)
+        hidden = model.up(x).detach()
+        d_hidden = torch._grouped_mm(dy.to(BF16), model.experts.detach().transpose(1, 2), offs=offs)
+        exact["up.weight"] += d_hidden.double().t() @ x.double()
+        exact["up.bias"] += d_hidden.double().sum(0)
+        for e, (a, b) in enumerate(itertools.pairwise([0, *offs.tolist()])):
+            exact["experts"][e] += hidden[a:b].double().t() @ dy[a:b]
+    assert added == ["grouped_wgrad_add_reference", "dense_wgrad_add_reference"] * 2
+    for name, p in model.named_parameters():
+        error = (p.main_grad - exact[name]).norm() / exact[name].norm()
+        assert error <= 1e-6, name
 
 
 def test_off_by_default():

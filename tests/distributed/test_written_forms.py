@@ -15,6 +15,7 @@ GEMMs are those of `tests/passes/wgrad_forms.py`.
     linear, addmm, Conv1D, embedding, tied          here: linear, conv1d, scaled_addmm, embedding, tied
     a weight used several times                     here: heads, tied; test_microbatches.py: one_reduction_per_weight
     adapters beside frozen weights, or merged       test_adapters.py, test_peft.py; here: merged_adapter, merged_stack
+    an operand more: scale, routing weight, adapter test_operands.py
     what no pass knows                              test_refusals.py, test_retype_wgrads.py: no_operand_is_ignored
     autocast, fp16 with a scaler                    test_both_forms.py, test_graph_edges.py: autocast
     selective checkpointing, pipeline order         test_microbatches.py
