@@ -51,7 +51,8 @@ def accumulate_main_grads(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
         assert isinstance(main_grad, fx.Node) and main_grad.op == "placeholder", (
             f"{node.format_node()}: main_grad is no input of the backward graph; the partitioner saved something else"
         )
-        if not _add_in_gemm(gm.graph, main_grad, reduced, node):
+        is_once = results.count(node) == 1  # a copy may be made twice
+        if not (is_once and _add_in_gemm(gm.graph, main_grad, reduced, node)):
             with gm.graph.inserting_before(output):
                 val = main_grad.meta["val"]
                 insert_call(gm.graph, aten.copy_.default, (main_grad, node), like=node, val=val)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gtp_compile.kernels.grouped_linear.choice import reads_parts
+from gtp_compile.kernels.grouped_linear.choice import why_not_in_parts
 from gtp_compile.passes.base import NOTE, PassContext, PassReport
 from gtp_compile.passes.emit import insert_call
 from gtp_compile.passes.gemm_forms import transposed
@@ -117,7 +117,7 @@ def _rewrite(graph: fx.Graph, gemm: RowsGemm, joined: Joined, is_transposed: boo
         with graph.inserting_before(gemm.node):
             parts = insert_call(graph, aten.permute.default, (parts, [0, 1, 3, 2]), like=gemm.node)
         dim = 3 - dim
-    if not reads_parts(gemm.x.meta["val"], parts.meta["val"], dim):
-        return f"parts of {parts.meta['val'].shape[dim + 1]} rows are no whole tiles of the fast kernel"
+    if reason := why_not_in_parts(gemm.x.meta["val"], parts.meta["val"], dim):
+        return reason
     args = (parts, gemm.offs, dim, joined.size)
     return replace_rows_gemm(graph, gemm, gtp.grouped_linear_parts.default, *args)

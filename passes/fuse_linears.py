@@ -34,10 +34,11 @@ def fuse_linears(gm: fx.GraphModule, ctx: PassContext) -> PassReport:
         report.matched += 1
         if not outruns_torch(gemm.x.meta["val"], gemm.stack.meta["val"].transpose(1, 2)):
             continue
-        with gm.graph.inserting_before(node):
-            stack = transposed(gemm.stack) or insert_call(
-                gm.graph, aten.permute.default, (gemm.stack, [0, 2, 1]), like=node
-            )
+        stack = transposed(gemm.stack)
+        if stack is None:
+            with gm.graph.inserting_before(node):
+                stack = insert_call(gm.graph, aten.permute.default, (gemm.stack, [0, 2, 1]), like=node)
+            stack.meta = {**node.meta, "val": stack.meta["val"]}  # with a checkpoint's tags
         reason = replace_rows_gemm(gm.graph, gemm, gtp.grouped_linear.default, stack, gemm.offs)
         if reason:
             report.skip(node, reason)

@@ -10,6 +10,7 @@ The twin is the same block in float64, unsharded and eager, with its experts as 
 import contextlib
 import copy
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from dist_helpers import BF16, FP32, Collective, compiled, error, reduced, reductions, spy, whole, world_mesh
 from hypothesis import strategies as st
-from ranks import run_ranks
+from ranks import DIED, run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
@@ -394,7 +395,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     """The same values (for "expanded" the first row's in every row) in memory of this layout."""
     if layout == "transposed":
         return x.t().contiguous().t()
-    if layout == "strided":
+    if layout == "strided" and len(x):  # without rows torch takes even these strides for contiguous
         return torch.stack([x, x], dim=-1).flatten(1)[:, ::2]
     return x[:1].expand_as(x) if layout == "expanded" and len(x) else x
 
@@ -516,10 +517,15 @@ def wrong_for_verify(recorded: Recording) -> list[str]:
 
 def failure(block: Block) -> str:
     """Check a block on two ranks: what is wrong, or ""."""
-    try:
-        outcomes = run_ranks(check, RANKS, block, timeout=60.0)
-    except AssertionError as raised:
-        return str(raised)
+    for is_last in (False, True):
+        try:
+            outcomes = run_ranks(check, RANKS, block, timeout=60.0)
+            break
+        except AssertionError as raised:
+            if is_last or DIED not in str(raised):
+                return str(raised)
+            # Once in about a thousand blocks gloo's own thread crashed in malloc (torch 2.13; cause not found).
+            warnings.warn(f"{block}: {raised}; it is tried once more", stacklevel=2)
     wrong = [f"rank {rank}: {line}" for rank, outcome in enumerate(outcomes) for line in outcome.wrong]
     if any(outcome.issued != outcomes[0].issued for outcome in outcomes):
         wrong.append(f"the ranks issue other collectives: {[o.issued for o in outcomes]}")

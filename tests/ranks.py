@@ -17,6 +17,7 @@ from typing import Any
 
 _SPAWN = multiprocessing.get_context("spawn")
 _POOLS: dict[int, "Pool"] = {}
+DIED = "the process died"
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
@@ -64,7 +65,9 @@ class Pool:
                 try:
                     ok, results[rank] = end.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    ok, results[rank] = False, "the process died"
+                    process = self._processes[rank]
+                    process.join(5.0)
+                    ok, results[rank] = False, f"{DIED} (exit code {process.exitcode})"
                 if not ok:
                     failures[rank] = f"rank {rank}:\n{results[rank]}"
                     # After one failure the others may wait for it in a collective for ever.

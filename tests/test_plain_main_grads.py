@@ -10,8 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import gtp_compile
 from gtp_compile import GroupedLinear
-from gtp_compile.kernels.dense_wgrad_add import op as dense_op
-from gtp_compile.kernels.grouped_wgrad_add import op as grouped_op
+from gtp_compile.kernels.dense_wgrad import op as dense_op
+from gtp_compile.kernels.dense_wgrad_add import op as dense_add_op
+from gtp_compile.kernels.grouped_wgrad import op as grouped_op
+from gtp_compile.kernels.grouped_wgrad_add import op as grouped_add_op
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IN, OUT = 8, 16
@@ -71,11 +73,12 @@ class DenseAndExperts(nn.Module):
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_gemms_add_to_main_grad_themselves(inner, monkeypatch):
-    """No gradient of the weight's size exists."""
-    added = []
-    for op, name in ((dense_op, "dense_wgrad_add_reference"), (grouped_op, "grouped_wgrad_add_reference")):
-        add = getattr(op, name)
-        monkeypatch.setattr(op, name, lambda *args, add=add, name=name: (added.append(name), add(*args)))
+    """No other weight gradient is computed."""
+    computed = []
+    for op in (dense_op, grouped_op, dense_add_op, grouped_add_op):
+        (name,) = (n for n in vars(op) if n.endswith("wgrad_reference") or n.endswith("wgrad_add_reference"))
+        run = getattr(op, name)
+        monkeypatch.setattr(op, name, lambda *args, run=run, name=name: (computed.append(name), run(*args))[1])
     torch.manual_seed(0)
     model = with_main_grads(DenseAndExperts())
     options = {"inner": inner, "accumulate_into_main_grad": True}
@@ -91,7 +94,7 @@ def test_gemms_add_to_main_grad_themselves(inner, monkeypatch):
         exact["up.bias"] += d_hidden.double().sum(0)
         for e, (a, b) in enumerate(itertools.pairwise([0, *offs.tolist()])):
             exact["experts"][e] += hidden[a:b].double().t() @ dy[a:b]
-    assert added == ["grouped_wgrad_add_reference", "dense_wgrad_add_reference"] * 2
+    assert computed == ["grouped_wgrad_add_reference", "dense_wgrad_add_reference"] * 2
     for name, p in model.named_parameters():
         error = (p.main_grad - exact[name]).norm() / exact[name].norm()
         assert error <= 1e-6, name

@@ -13,6 +13,8 @@ _BLOCK_K = 64  # features that the Gluon kernel multiplies, and out features tha
 # of Qwen3-30B-A3B have 3 and 1.5 million. Above, it was at best even (DeepSeek-V3: 29 and 15; benchmarks/RESULTS.md).
 _SMALL_EXPERT = 1 << 22
 
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+
 
 class Launcher(Protocol):
     """Stores `x_e @ weight[e]^T + bias[e]` in y [R, N]; x [R, K], weight [E, N, K], offs [E] int32, bias [E, N].
@@ -43,33 +45,47 @@ def choose_grouped_linear(x: Tensor, weight: Tensor, y: Tensor, split_dim: int =
 
 def outruns_torch(x: Tensor, weight: Tensor) -> bool:
     """Tell whether this op is faster than `torch._grouped_mm` for a whole weight [E, N, K]. For fake tensors, too."""
-    if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16) or torch.version.hip is not None:
+    if x.device.type != "cuda" or x.dtype not in _HALF_DTYPES:
         return False
-    if not is_hopper(x.device):
-        # Below Hopper torch loops over the experts, and waits for their counts on the host.
-        return torch.cuda.get_device_capability(x.device)[0] < 9
+    if not _has_torch_a_kernel(x):
+        return True  # it loops over the experts, and waits for their counts on the host
     _, out_features, in_features = weight.shape
     return (
-        has_gluon()
+        _has_gluon_kernel(x)
         and out_features % 8 == 0
         and 1 in weight.stride()[1:]
         and out_features * in_features <= _SMALL_EXPERT
     )
 
 
-def reads_parts(x: Tensor, weight: Tensor, split_dim: int) -> bool:
-    """Tell whether a weight in parts costs no more than one that is whole, its copy left aside. For fake tensors, too.
+def why_not_in_parts(x: Tensor, weight: Tensor, split_dim: int) -> str:
+    """Say why a weight in parts would cost more than a whole one, or "". For fake tensors, too.
 
-    Where there is a fast kernel for whole weights (ours or torch's), parts must suit ours: the plain one is slower
-    than theirs.
+    Where there is a fast kernel for whole weights (ours or torch's), parts must suit ours: the plain one is slower.
     """
-    if x.device.type != "cuda" or not is_hopper(x.device):
+    if x.device.type != "cuda" or not (_has_torch_a_kernel(x) or _has_gluon_kernel(x)):
+        return ""
+    if not _has_gluon_kernel(x):
+        return "torch is fast here, and the kernel that reads parts as fast needs Hopper and Triton 3.6"
+    if not _is_split_at_pieces(x, weight, split_dim):
+        chunk, size = weight.shape[split_dim + 1], (0, weight.shape[2], x.shape[1])[split_dim]
+        return f"parts of {chunk} (of {size} in all) are no whole tiles of {_BLOCK_K}"
+    return ""
+
+
+def _has_torch_a_kernel(x: Tensor) -> bool:
+    """Tell whether torch's grouped GEMM is a kernel, and not a loop over the experts. (ROCm may have one.)"""
+    if torch.version.hip is not None:
         return True
-    return has_gluon() and x.dtype in (torch.bfloat16, torch.float16) and _is_split_at_pieces(x, weight, split_dim)
+    return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+
+
+def _has_gluon_kernel(x: Tensor) -> bool:
+    return x.dtype in _HALF_DTYPES and is_hopper(x.device) and has_gluon()
 
 
 def _suits_tma(x: Tensor, weight: Tensor, y: Tensor) -> bool:
-    if x.dtype not in (torch.bfloat16, torch.float16) or 0 in (*x.shape, *weight.shape):
+    if x.dtype not in _HALF_DTYPES or 0 in (*x.shape, *weight.shape):
         return False
     stored = weight if weight.stride(-1) == 1 else weight.transpose(-1, -2)
     # Where N is no multiple of 8, TMA was seen to write past the ends of rows.

@@ -92,7 +92,7 @@ COUNTS = [
 
 
 ALL = tuple(layer.name for layer in LAYERS)
-SOME = ("bmm", "einsum_groups", "matmul_groups", "picked", "picked_out_last", "broadcast")
+SOME = ("bmm", "einsum_groups", "picked", "broadcast")
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,16 @@ def test_a_gemm_that_something_else_reads_does_not_add(why):
     assert ops(graph)["aten.copy_.default"] == 1
 
 
+def test_a_sum_that_is_returned_twice_is_added_once():
+    graph = backward_of("experts", world=1)
+    (total,) = (n for n in graph.module.graph.nodes if isinstance(n.meta.get(NOTE), AccumulateNote))
+    output = graph.module.graph.output_node()
+    output.args = ((*output.args[0], total),)
+    graph.run("accumulate_main_grads")
+    assert ops(graph)["gtp.grouped_wgrad_add_.default"] == 0
+    assert {n.args for n in nodes(graph, aten.copy_.default)} == {(total.args[0], total)}
+
+
 def test_a_narrow_main_grad_is_not_added_to_by_a_gemm():
     """The ops sum in float32 only."""
     _, backward, _ = split(run(capture("dense", world=1, main_grad_dtype=torch.bfloat16), *JOINT))

@@ -263,34 +263,44 @@ def test_a_result_whose_rows_torch_pads():
     assert ops(graph)[FUSED] == 0
 
 
-def test_parts_that_the_fast_kernel_cannot_read(monkeypatch):
+def test_parts_that_would_cost_more(monkeypatch):
     # The package has the pass under its module's name.
     module = sys.modules["gtp_compile.passes.fuse_gathers"]
-    monkeypatch.setattr(module, "reads_parts", lambda *_: False)
+    monkeypatch.setattr(module, "why_not_in_parts", lambda *_: "no")
     graph = gathered(torchs, (EXPERTS, OUT, IN), 1, OUT, rows(IN), OFFS)
     before = graph.text()
     report = graph.run("fuse_gathers").report
-    assert [s.reason for s in report.skipped] == ["parts of 4 rows are no whole tiles of the fast kernel"]
+    assert [s.reason for s in report.skipped] == ["no"]
     assert graph.text() == before
 
 
+TILES = "are no whole tiles of 64"
+KERNEL = "needs Hopper and Triton 3.6"
+
+
 @pytest.mark.parametrize(
-    ("chunk", "dim", "in_features", "hopper", "reads"),
+    ("chunk", "dim", "in_features", "dtype", "capability", "gluon", "reason"),
     [
-        (128, 1, 256, True, True),
-        (128, 2, 256, True, True),
-        (96, 1, 256, True, False),  # a piece would lie in two parts
-        (128, 2, 250, True, False),  # padding would be multiplied
-        (96, 1, 256, False, True),  # one kernel for all
+        (128, 1, 256, BF16, (9, 0), True, ""),
+        (128, 2, 256, BF16, (9, 0), True, ""),
+        (96, 1, 256, BF16, (9, 0), True, TILES),  # a piece would lie in two parts
+        (128, 2, 250, BF16, (9, 0), True, TILES),  # padding would be multiplied
+        (128, 1, 256, BF16, (9, 0), False, KERNEL),
+        (128, 1, 256, BF16, (10, 0), True, KERNEL),  # torch has one there, too
+        (96, 1, 256, torch.float16, (9, 0), True, TILES),  # ours for whole weights takes it
+        (96, 1, 256, torch.float32, (9, 0), True, ""),  # one plain kernel for all
+        (96, 1, 256, BF16, (8, 0), False, ""),
     ],
 )
-def test_what_parts_cost(monkeypatch, chunk, dim, in_features, hopper, reads):
-    monkeypatch.setattr(choice, "is_hopper", lambda device: hopper)
-    monkeypatch.setattr(choice, "has_gluon", lambda: True)
+def test_what_parts_cost(monkeypatch, chunk, dim, in_features, dtype, capability, gluon, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(choice, "has_gluon", lambda: gluon)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         shape = (2, 4, chunk, in_features) if dim == 1 else (2, 4, 64, chunk)
-        x, weight = (torch.empty(s, dtype=BF16, device="cuda") for s in ((ROWS, in_features), shape))
-        assert choice.reads_parts(x, weight, dim) is reads
+        x, weight = (torch.empty(s, dtype=dtype, device="cuda") for s in ((ROWS, in_features), shape))
+        found = choice.why_not_in_parts(x, weight, dim)
+    assert reason in found
+    assert bool(reason) == bool(found)
 
 
 @pytest.mark.gpu

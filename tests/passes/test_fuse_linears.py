@@ -1,5 +1,6 @@
 """fuse_linears: grouped GEMMs over rows go to our kernel where it is faster."""
 
+import copy
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from tiny_models import (
     IN,
     OUT,
     ROWS,
+    Experts,
     assert_unchanged_by,
     behind,
     ends_of,
@@ -19,13 +21,16 @@ from tiny_models import (
     nodes,
     ops,
     run,
+    shard_all,
     split,
 )
+from torch.utils.checkpoint import CheckpointPolicy
 
+import gtp_compile
 from gtp_compile.kernels.grouped_linear import choice
 from gtp_compile.passes import fuse_linears as fuse_linears_pass
 from gtp_compile.passes.base import PassContext
-from gtp_compile.testing import JointGraph, compare_numerics
+from gtp_compile.testing import JointGraph, compare_numerics, fake_mesh
 
 aten = torch.ops.aten
 gtp = torch.ops.gtp
@@ -82,6 +87,35 @@ def test_forward_and_backward_of_a_model_on_one_rank():
     assert not nodes(forward.graph, aten._grouped_mm.default) + nodes(backward.graph, aten._grouped_mm.default)
 
 
+@pytest.mark.usefixtures("ours_is_faster")
+def test_a_compiled_step():
+    """On one rank, beside the model in eager: both round to bf16."""
+    torch.manual_seed(0)
+    model = Experts()
+    twin = copy.deepcopy(model).to(BF16)
+    with fake_mesh(1) as mesh:
+        gtp_compile.shard(model, mesh, shard_fn=shard_all, param_dtype=BF16)
+        offs, x = ends_of(7, 0, 12, 5), torch.randn(ROWS, IN).to(BF16)
+        xs = [x.clone().requires_grad_() for _ in range(2)]
+        outputs = [torch.compile(model, backend="gtp", options={"inner": "eager"})(xs[0], offs), twin(xs[1], offs)]
+        for y in outputs:
+            y.backward(torch.ones_like(y))
+    torch.testing.assert_close(outputs[0], outputs[1])
+    torch.testing.assert_close(xs[0].grad, xs[1].grad)
+    torch.testing.assert_close(model.proj.main_grad, twin.proj.grad.float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("ours_is_faster")
+def test_a_checkpoint_keeps_its_tags():
+    graph = rows_graph(is_transposed=False)
+    (gemm,) = nodes(graph, aten._grouped_mm.default)
+    gemm.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 3}
+    graph.run("fuse_linears")
+    (ours,) = nodes(graph, gtp.grouped_linear.default)
+    for node in (ours, ours.args[1]):
+        assert (node.meta["recompute"], node.meta["ac_graph_id"]) == (CheckpointPolicy.PREFER_RECOMPUTE, 3)
+
+
 # Refuses.
 
 
@@ -118,13 +152,13 @@ def test_an_operand_more_is_not_ignored(operand):
         (4096, 7168, torch.bfloat16, (9, 0), True, False),  # DeepSeek-V3
         (1536, 2048, torch.bfloat16, (9, 0), False, False),
         (1540, 2048, torch.bfloat16, (9, 0), True, False),  # not for TMA
-        (1536, 2048, torch.float32, (9, 0), True, False),
+        (1536, 2048, torch.float32, (9, 0), True, False),  # not measured
+        (4096, 7168, torch.float16, (9, 0), True, True),  # torch has no kernel for it
         (4096, 7168, torch.bfloat16, (8, 0), False, True),  # torch waits for the counts
         (1536, 2048, torch.bfloat16, (10, 0), False, False),
     ],
 )
 def test_where_ours_is_faster(monkeypatch, out, features, dtype, capability, gluon, faster):
-    monkeypatch.setattr(choice, "is_hopper", lambda device: capability[0] == 9)
     monkeypatch.setattr(choice, "has_gluon", lambda: gluon)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
