@@ -42,9 +42,9 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS) | $(VENV)/pyvenv.cfg
 demo: $(INSTALLED)
 	$(VENV)/bin/gtp-compile demo --ranks $(RANKS) $(DEMO_ARGS)
 
-# -P keeps the root off sys.path; pyproject.toml says why.
+# -P keeps the root off sys.path; pyproject.toml says why. worksteal: the slow tests stand side by side in one folder.
 test: $(INSTALLED)
-	$(VENV)/bin/python -P -m pytest -n $(JOBS) $(TEST_ARGS)
+	$(VENV)/bin/python -P -m pytest -n $(JOBS) --dist worksteal $(TEST_ARGS)
 
 # What torch itself pins may differ between its versions.
 test-matrix:

@@ -1,6 +1,7 @@
 """Run a function on several real (gloo) ranks, from a pool of processes that outlives one test.
 
-Importing torch and Dynamo costs each process seconds, so the processes are kept. Between two calls Dynamo is reset and
+Importing torch and Dynamo costs seconds, so all processes are forks of one that has imported them (and nothing more:
+no group, no compilation, no thread), and they are kept. Between two calls Dynamo is reset and
 every random generator seeded; a rank that fails or hangs ends its pool, and the next call starts a new one.
 """
 
@@ -15,7 +16,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_SPAWN = multiprocessing.get_context("spawn")
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch._inductor.compile_fx", "torch._functorch.aot_autograd", "gtp_compile"])
 _POOLS: dict[int, "Pool"] = {}
 DIED = "the process died"
 
@@ -44,8 +46,8 @@ class Pool:
         self._ends: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = _SPAWN.Pipe()
-            process = _SPAWN.Process(target=_serve, args=(rank, world_size, self._store, theirs), daemon=True)
+            ours, theirs = _FORKS.Pipe()
+            process = _FORKS.Process(target=_serve, args=(rank, world_size, self._store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(ours)

@@ -92,7 +92,7 @@ COUNTS = [
 
 
 ALL = tuple(layer.name for layer in LAYERS)
-SOME = ("bmm", "einsum_groups", "picked", "broadcast")
+SOME = ("einsum_groups", "picked")
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,8 @@ def test_an_edited_pass_does_not_find_what_its_old_self_made(tmp_path):
     for part in ("passes", "kernels"):
         shutil.copytree(ROOT / part, copy / "gtp_compile" / part)
     (cold,) = run(cache, [BASE], copy)
-    (same,) = run(cache, [BASE], copy)
-    assert same["package"].startswith(str(copy))
-    assert (outcome(cold), outcome(same)) == ("miss", "hit")
+    assert cold["package"].startswith(str(copy))
+    assert outcome(cold) == "miss"
     edited = copy / "gtp_compile" / "passes" / "retype_wgrads.py"
     edited.write_text(edited.read_text() + "\n# edited\n")
     first, second = run(cache, [BASE, BASE], copy)

@@ -168,7 +168,7 @@ def grad_kind(grad: Tensor | None, main_grad: Tensor | None) -> str:
 # Largest error of one step, by the dtype of the gradient: a few roundings of it.
 BOUND = {FP32: 1e-6, FP16: 2.0**-9, BF16: 2.0**-6}
 CONFIGS = [
-    pytest.param("bf16", "fp32", id="bf16_from_fp32_shards"),
+    pytest.param("bf16", "fp32", id="bf16_from_fp32_shards", marks=pytest.mark.long),
     pytest.param("bf16", "bf16", id="bf16_from_bf16_shards"),
     pytest.param("fp16", "fp32", id="fp16_from_fp32_shards", marks=pytest.mark.long),
     pytest.param("fp16", "fp16", id="fp16_from_fp16_shards", marks=pytest.mark.long),
